@@ -1,0 +1,132 @@
+"""The attention function: prefix once per group, suffix per row, merged by log-sum-exp."""
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch import Decision, Dispatcher
+from hf_granikv.kernels.merge_states import merge_states
+from hf_granikv.kernels.suffix_attention import suffix_attention
+from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.views import AttentionState, GroupShape, LayerStep
+
+ATTENTION_NAME = "granikv"
+
+
+def register() -> None:
+    """Makes `attn_implementation="granikv"` known to transformers, with its masks."""
+    AttentionInterface.register(ATTENTION_NAME, granikv_attention)
+    # without a mask function of the same name every mask would silently be None
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+
+
+def granikv_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attends to a shared prefix and to private suffixes; anything else goes to torch's SDPA.
+
+    Args:
+        module: The attention layer.
+        query: `[rows, num_q_heads, q_len, head_dim]`.
+        key: `[rows, num_kv_heads, kv_len, head_dim]`, lazy if it comes from a cache with a prefix.
+        value: Likewise.
+        attention_mask: `[rows, 1, q_len, kv_len]`; a lazy key carries its own.
+        scaling: Factor on the scores, `head_dim ** -0.5` by default.
+        dropout: Dropout on the weights; the shared path has none.
+        kwargs: The other arguments of transformers' attention interface.
+
+    Returns:
+        `[rows, q_len, num_q_heads, head_dim]` in the dtype of the query, and None.
+
+    Raises:
+        NotImplementedError: For attention sinks, which neither path serves.
+    """
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            "attn_implementation='granikv' does not serve attention sinks (s_aux); load this model "
+            "with attn_implementation='eager'."
+        )
+    if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
+        reasons = _dense_reasons(key.layer_step, dropout, kwargs)
+        if not reasons:
+            return _shared(query, key.layer_step, scaling or query.shape[-1] ** -0.5), None
+        key = key.materialize(f"granikv ({', '.join(reasons)})")
+        value = value.materialize(f"granikv ({', '.join(reasons)})")
+    out: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return out
+
+
+def _dense_reasons(step: LayerStep, dropout: float, kwargs: dict[str, Any]) -> list[str]:
+    reasons = [f"{name} is set" for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
+    if dropout:
+        reasons.append(f"dropout is {dropout}")
+    if step.plan.dense_reason is not None:
+        reasons.append(step.plan.dense_reason)
+    return reasons
+
+
+def _shared(query: Tensor, step: LayerStep, scale: float) -> Tensor:
+    states: list[AttentionState] = []
+    if step.plan.shared_len:
+        backend = BACKENDS[_decide(query, step).backend_name]
+        states.append(backend.run(query, step.prefix_keys, step.prefix_values, scale=scale))
+    states.append(
+        suffix_attention(
+            query, step.suffix_keys, step.suffix_values, scale=scale, mask=step.plan.suffix_mask
+        )
+    )
+    out = merge_states(states).out
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _decide(query: Tensor, step: LayerStep) -> Decision:
+    plan, keys = step.plan, step.prefix_keys
+    num_rows, num_q_heads, q_len, head_dim = query.shape
+    num_kv_heads, prefix_len, _ = keys.shape
+    key = (num_q_heads, num_kv_heads, head_dim)
+    decision: Decision | None = plan.scratch.get(key)
+    if decision is None:
+        shape = GroupShape(
+            num_rows=num_rows,
+            q_len=q_len,
+            prefix_len=prefix_len,
+            num_kv_heads=num_kv_heads,
+            gqa_ratio=num_q_heads // num_kv_heads,
+            head_dim=head_dim,
+            dtype_bytes=keys.element_size(),
+        )
+        decision = _dispatcher(plan.dispatch).choose(shape, keys.device.type)
+        if not plan.scratch:
+            plan.journal.note_backend(decision.backend_name, _described(shape, decision))
+        plan.scratch[key] = decision
+    return decision
+
+
+@lru_cache(maxsize=None)
+def _dispatcher(choice: str) -> Dispatcher:
+    return Dispatcher(choice, backends=BACKENDS)
+
+
+def _described(shape: GroupShape, decision: Decision) -> str:
+    predicted = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in decision.predicted_s.items())
+    refused = "".join(
+        f"; {name} refused: {', '.join(why)}" for name, why in decision.refused.items()
+    )
+    return (
+        f"{shape.num_rows} rows x {shape.q_len} tokens over {shape.prefix_len}, "
+        f"{decision.regime}-bound, predicted per layer: {predicted}{refused}"
+    )

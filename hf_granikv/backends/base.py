@@ -1,0 +1,79 @@
+"""The algorithm that computes the prefix part of an attention step."""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_granikv.dispatch.roofline import Work
+from hf_granikv.views import AttentionState, GroupShape
+
+
+class PrefixBackend(ABC):
+    """Attends from the rows of one group to the prefix that they share."""
+
+    name: ClassVar[str]
+
+    def unsupported_reasons(self, shape: GroupShape) -> list[str]:
+        """Gives every reason why this backend cannot serve the group; none = it can."""
+        return []
+
+    @abstractmethod
+    def work(self, shape: GroupShape) -> Work:
+        """Gives what this backend has to do for the group in one layer."""
+
+    @abstractmethod
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+        """Attends to the whole prefix; nothing in it is masked.
+
+        Args:
+            query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
+            keys: `[num_kv_heads, prefix_len, head_dim]`.
+            values: `[num_kv_heads, prefix_len, head_dim]`.
+            scale: Factor on the scores.
+
+        Returns:
+            out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]` float32.
+        """
+
+
+def pack_queries(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Gathers all queries that read one kv head, rows first.
+
+    Args:
+        query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
+        num_kv_heads: Kv heads; a divisor of `num_q_heads`.
+
+    Returns:
+        `[num_kv_heads, rows * gqa_ratio * q_len, head_dim]`.
+    """
+    rows, num_q_heads, q_len, head_dim = query.shape
+    queries_per_row = num_q_heads // num_kv_heads * q_len
+    grouped = query.reshape(rows, num_kv_heads, queries_per_row, head_dim).transpose(0, 1)
+    return grouped.reshape(num_kv_heads, rows * queries_per_row, head_dim)
+
+
+def unpack_state(out: Tensor, lse: Tensor, like: Tensor) -> AttentionState:
+    """Undoes `pack_queries` on a result.
+
+    Args:
+        out: `[num_kv_heads, num_queries, head_dim]`.
+        lse: `[num_kv_heads, num_queries]`.
+        like: `[rows, num_q_heads, q_len, head_dim]` query that was packed.
+    """
+    shape, num_kv_heads = like.shape, out.shape[0]
+    # a lone row needs no transpose, and reshape then copies only what is not yet contiguous
+    by_row = (num_kv_heads, shape[0], out.shape[1] // shape[0])
+    out = out.view(*by_row, shape[-1]).transpose(0, 1).reshape(shape)
+    return AttentionState(out, lse.view(by_row).transpose(0, 1).reshape(shape[:3]).contiguous())
+
+
+def attention_flops(shape: GroupShape) -> float:
+    """Counts the products of scores and outputs, two operations per multiply-add."""
+    num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
+    return 4.0 * shape.num_kv_heads * num_queries * shape.prefix_len * shape.head_dim
+
+
+def prefix_bytes(shape: GroupShape) -> float:
+    """Counts the bytes of the stored keys and values."""
+    return 2.0 * shape.num_kv_heads * shape.prefix_len * shape.head_dim * shape.dtype_bytes

@@ -1,0 +1,34 @@
+"""All rows' queries against one read of the prefix, in a fused kernel."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_granikv.backends.base import (
+    PrefixBackend,
+    attention_flops,
+    pack_queries,
+    prefix_bytes,
+    unpack_state,
+)
+from hf_granikv.dispatch.roofline import Work
+from hf_granikv.kernels.shared_attention import flash_shared_attention
+from hf_granikv.views import AttentionState, GroupShape
+
+
+class CascadeBackend(PrefixBackend):
+    """Reads the prefix once for the whole group; scores never leave the kernel.
+
+    Source: Hydragen, arXiv:2402.05099, section 3.2.
+    """
+
+    name: ClassVar[str] = "cascade"
+
+    def work(self, shape: GroupShape) -> Work:
+        num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
+        return Work(attention_flops(shape), prefix_bytes(shape), 5, num_queries)
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+        packed = pack_queries(query, keys.shape[0])
+        out, lse = flash_shared_attention(packed, keys, values, scale=scale)
+        return unpack_state(out, lse, query)

@@ -1,0 +1,25 @@
+"""Each row reads the prefix by itself: the plain path."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_granikv.backends.base import PrefixBackend, attention_flops, prefix_bytes
+from hf_granikv.dispatch.roofline import Work
+from hf_granikv.kernels.suffix_attention import suffix_attention
+from hf_granikv.views import AttentionState, GroupShape
+
+
+class PerRowBackend(PrefixBackend):
+    """Expands the prefix over the rows with stride 0: one launch, but one read per row."""
+
+    name: ClassVar[str] = "per_row"
+
+    def work(self, shape: GroupShape) -> Work:
+        num_bytes = shape.num_rows * prefix_bytes(shape)
+        return Work(attention_flops(shape), num_bytes, 2, shape.gqa_ratio * shape.q_len)
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+        rows = query.shape[0]
+        keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
+        return suffix_attention(query, keys, values, scale=scale, mask=None)

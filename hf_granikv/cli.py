@@ -1,0 +1,68 @@
+"""The command `granikv`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, by default this process's, and gives the exit code."""
+    arguments = _parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="granikv",
+        description="One shared prefix for many agents, in Hugging Face transformers.",
+    )
+    parser.add_argument("--version", action="version", version=f"granikv {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="eight agents over one document, beside stock generate",
+        description="Eight agents answer from one document of 3,000 tokens, then stock generate "
+        "answers the same; prints tokens, bytes and times of both. Exits with 1 if an answer differs.",
+    )
+    demo.add_argument(
+        "--model",
+        metavar="PATH_OR_ID",
+        help="default: SmolLM2-135M-Instruct, from this machine, the hub or a wheel",
+    )
+    demo.add_argument("--device", help="default: cuda if there is one, else cpu")
+    demo.add_argument(
+        "--max-new-tokens", type=_positive, default=48, metavar="N", help="default: 48"
+    )
+    demo.set_defaults(run=_run_demo)
+    return parser
+
+
+def _run_demo(arguments: argparse.Namespace) -> int:
+    # torch and transformers take seconds to import, and --help should not
+    from hf_granikv.demo import run_demo
+
+    try:
+        is_same = run_demo(arguments.model, arguments.device, arguments.max_new_tokens)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"granikv demo: {error}", file=sys.stderr)
+        return 2
+    return 0 if is_same else 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is too few; give 2 or more")
+    return value
+
+
+def _version() -> str:
+    try:
+        return metadata.version("hf-granikv")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""What a cache can be asked to do, checked when it is built."""
+
+from dataclasses import dataclass
+
+DISPATCH_CHOICES = ("auto", "cascade", "batched_gemm", "per_row")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The options of an `AsymmetricPagedCache`.
+
+    Attributes:
+        dispatch: `"auto"`, or the one backend that must run the prefix part.
+        cold_slots: The most private tokens the cache may hold, over all rows; None for no limit.
+    """
+
+    dispatch: str = "auto"
+    cold_slots: int | None = None
+
+    def __post_init__(self) -> None:
+        """Rejects values that mean nothing."""
+        if self.dispatch not in DISPATCH_CHOICES:
+            raise ValueError(
+                f"dispatch {self.dispatch!r} is unknown; known: {', '.join(DISPATCH_CHOICES)}."
+            )
+        if self.cold_slots is not None and (
+            isinstance(self.cold_slots, bool)
+            or not isinstance(self.cold_slots, int)
+            or self.cold_slots < 1
+        ):
+            raise ValueError(
+                f"cold_slots is {self.cold_slots!r}; give a positive number of tokens, or None for "
+                "a pool that grows as needed."
+            )

@@ -1,0 +1,5 @@
+"""Choice of a backend by a roofline model."""
+
+from hf_granikv.dispatch.dispatcher import Decision, Dispatcher
+
+__all__ = ["Decision", "Dispatcher"]

@@ -1,0 +1,125 @@
+"""Chooses the backend of each prefix group, once per step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from hf_granikv.dispatch.roofline import DeviceConstants, Work, constants_for, predict_s
+from hf_granikv.views import GroupShape
+
+_HYSTERESIS = 0.10
+
+
+class Candidate(Protocol):
+    """What the dispatcher asks of a backend."""
+
+    def unsupported_reasons(self, shape: GroupShape) -> list[str]:
+        """Gives every reason why the backend cannot serve the group; none = it can."""
+
+    def work(self, shape: GroupShape) -> Work:
+        """Gives what the backend would have to do for the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The backend chosen for a group, and why.
+
+    Attributes:
+        backend_name: Key of the chosen backend.
+        predicted_s: Predicted seconds per layer of every backend that can run.
+        refused: Reasons of every backend that cannot.
+        regime: What limits the chosen backend: `"compute"`, `"memory"` or `"launch"`.
+    """
+
+    backend_name: str
+    predicted_s: dict[str, float]
+    refused: dict[str, list[str]]
+    regime: str
+
+
+class Dispatcher:
+    """Picks the backend with the least predicted time, or the one asked for.
+
+    Args:
+        choice: `"auto"` or the name of one of the backends.
+        backends: Backends by name.
+        constants: What the device can do; None takes the built-in table of the device type.
+
+    Raises:
+        ValueError: `choice` names no backend.
+    """
+
+    def __init__(
+        self,
+        choice: str = "auto",
+        *,
+        backends: Mapping[str, Candidate],
+        constants: DeviceConstants | None = None,
+    ) -> None:
+        if choice != "auto" and choice not in backends:
+            known = ", ".join(["auto", *backends])
+            raise ValueError(f"dispatch {choice!r} is unknown; known: {known}.")
+        self.choice = choice
+        self._backends = backends
+        self._constants = constants
+        self._decisions: dict[tuple, Decision] = {}
+        self._last_name: dict[tuple, str] = {}
+
+    def choose(self, shape: GroupShape, device_type: str) -> Decision:
+        """Decides which backend serves a group of this shape.
+
+        Prefix lengths within one sixteenth of a power of two share a decision, so a step in which
+        nothing but lengths moved costs one dictionary lookup.
+
+        Raises:
+            ValueError: The backend asked for cannot serve the group, or none can.
+        """
+        family = (shape.num_rows, shape.q_len, shape.num_kv_heads, shape.gqa_ratio)
+        family += (shape.head_dim, shape.dtype_bytes, device_type)
+        key = (family, _length_bucket(shape.prefix_len))
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decide(shape, device_type, self._last_name.get(family))
+            self._decisions[key] = decision
+        self._last_name[family] = decision.backend_name
+        return decision
+
+    def _decide(self, shape: GroupShape, device_type: str, earlier: str | None) -> Decision:
+        constants = self._constants or constants_for(device_type)
+        reasons = {name: b.unsupported_reasons(shape) for name, b in self._backends.items()}
+        refused = {name: why for name, why in reasons.items() if why}
+        predicted_s = {
+            name: predict_s(backend.work(shape), constants, name)
+            for name, backend in self._backends.items()
+            if name not in refused
+        }
+        if self.choice in refused or not predicted_s:
+            wanted = f"dispatch {self.choice!r} cannot serve {shape}"
+            why = {self.choice: refused[self.choice]} if self.choice in refused else refused
+            listed = "; ".join(f"{name}: {', '.join(r)}" for name, r in why.items())
+            raise ValueError(f"{wanted}: {listed}. Usable here: {', '.join(predicted_s) or 'none'}.")
+        name = self.choice
+        if name == "auto":
+            name = min(predicted_s, key=predicted_s.__getitem__)
+            if earlier in predicted_s and not _is_clearly_faster(
+                predicted_s[name], predicted_s[earlier]
+            ):
+                name = earlier
+        regime = _regime(self._backends[name].work(shape), constants, predicted_s[name])
+        return Decision(name, predicted_s, refused, regime)
+
+
+def _is_clearly_faster(new_s: float, earlier_s: float) -> bool:
+    return new_s < earlier_s * (1 - _HYSTERESIS)
+
+
+def _length_bucket(prefix_len: int) -> int:
+    shift = max(0, prefix_len.bit_length() - 4)
+    return prefix_len >> shift << shift
+
+
+def _regime(work: Work, constants: DeviceConstants, predicted_s: float) -> str:
+    if work.launches * constants.launch_s > predicted_s / 2:
+        return "launch"
+    is_memory = work.flops < work.bytes * constants.ridge_flops_per_byte
+    return "memory" if is_memory else "compute"

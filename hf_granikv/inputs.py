@@ -1,0 +1,265 @@
+"""What the inputs of one forward pass mean, given what the cache holds.
+
+transformers counts columns: under left padding, row i starts with p_i zeros in its mask, and a
+cache that holds the prefix is offered tokens that the prefix already covers. Here every forward
+is read as `[prefix | new columns]`, where a new column of a row is either a token the row owns or
+a pad. Tokens that repeat the prefix are compared with it and dropped.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+PER_TOKEN_KWARGS = ("token_type_ids",)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """The rows of the current batch, as far as reading inputs needs them.
+
+    Attributes:
+        shared_len: Prefix tokens that the rows see.
+        lengths: `[num_rows]` private tokens of each row; None if no batch has started.
+        owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
+    """
+
+    shared_len: int
+    lengths: Ints | None
+    owned: Bools | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the columns of one forward pass map to tokens that rows own.
+
+    Attributes:
+        starts_batch: Whether the rows start from the prefix, replacing those held now.
+        shared_len: Prefix tokens that the rows see.
+        owned: `[num_rows, q_len]` True where a new column is a token of the row, False for pads.
+        dense_reason: Why the shared path must not be used, or None.
+    """
+
+    starts_batch: bool
+    shared_len: int
+    owned: Bools
+    dense_reason: str | None = None
+
+
+def read_generation(
+    kwargs: dict[str, Any], prefix_ids: Ints, held: HeldRows
+) -> tuple[Layout, dict[str, Any]]:
+    """Reads the first forward pass of a `generate` call.
+
+    Args:
+        kwargs: The arguments of the forward. `input_ids` (or `inputs_embeds`) are whole prompts,
+            or new tokens with an `attention_mask` that covers the prefix too.
+        prefix_ids: `[prefix_len]` the ids in store.
+        held: The rows of the call before.
+
+    Returns:
+        The layout, and the arguments rewritten to the tokens that must be computed: right-aligned,
+        pads on the left.
+
+    Raises:
+        ValueError: If the inputs contradict the prefix or are too short to contain it.
+    """
+    num_rows, num_ids = _shape(kwargs)
+    mask = _mask_2d(kwargs)
+    if mask is None:
+        num_columns = _num_positions(kwargs, default=num_ids)
+        mask = np.ones((num_rows, num_columns), dtype=bool)
+    num_hidden = mask.shape[1] - num_ids
+    _check_mask(mask, num_rows, num_ids)
+    hidden, is_real = mask[:, :num_hidden].sum(1), mask[:, num_hidden:]
+    if (hidden > len(prefix_ids)).any():
+        # more is taken for granted than the prefix: the rows of the call before go on
+        kwargs = {**kwargs, "attention_mask": torch.from_numpy(mask)}
+        return read_forward(kwargs, held)
+    lengths = hidden + is_real.sum(1)
+    _check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
+
+    # a row needs one token to compute: where a row is the prefix itself, its last token is
+    # computed again, by every row
+    shared_len = min(len(prefix_ids), int(lengths.min()) - 1)
+    q_len = int(lengths.max()) - shared_len
+    positions = lengths[:, None] - q_len + np.arange(q_len)
+    owned = positions >= shared_len
+    # the columns of real tokens come last in each row of `order`, in their order
+    order = np.argsort(is_real, axis=1, kind="stable")
+    from_end = positions - lengths[:, None] + num_ids
+    is_given = owned & (positions >= hidden[:, None])
+    columns = np.zeros_like(from_end)
+    if num_ids:
+        columns = np.take_along_axis(order, np.clip(from_end, 0, num_ids - 1), axis=1)
+    kwargs = _take_columns(kwargs, columns, is_given, positions, prefix_ids, owned)
+    layout = Layout(True, shared_len, owned)
+    kwargs["position_ids"] = None
+    return layout, _with_positions_and_mask(kwargs, layout, positions, before=None)
+
+
+def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[str, Any]]:
+    """Reads any other forward pass: every column is new, as `DynamicCache` would take it.
+
+    Args:
+        kwargs: The arguments of the forward.
+        held: The rows so far.
+
+    Returns:
+        The layout, and the arguments with mask and positions completed.
+
+    Raises:
+        ValueError: If mask, rows or ids do not go with what the cache holds.
+    """
+    num_rows, num_ids = _shape(kwargs)
+    starts_batch = held.lengths is None
+    known = np.zeros(num_rows, dtype=np.int64) if held.lengths is None else held.lengths
+    if len(known) != num_rows:
+        raise ValueError(
+            f"the forward has {num_rows} rows, the cache holds {len(known)}; call cache.reset() to "
+            "start a new batch from the prefix."
+        )
+    given = kwargs.get("attention_mask")
+    dense_reason = None
+    owned = np.ones((num_rows, num_ids), dtype=bool)
+    if given is not None and given.ndim != 2:
+        dense_reason = f"a mask of {given.ndim} dimensions was given"
+    elif given is not None:
+        num_hidden = given.shape[1] - num_ids
+        _check_mask(given, num_rows, num_ids)
+        hidden = given[:, :num_hidden].sum(1).cpu().numpy()
+        owned = given[:, num_hidden:].bool().cpu().numpy()
+        wrong = np.flatnonzero(hidden != held.shared_len + known)
+        if len(wrong):
+            row = int(wrong[0])
+            raise ValueError(
+                f"attention_mask shows {hidden[row]} tokens of row {row} before the {num_ids} new "
+                f"columns, the cache holds {held.shared_len + known[row]} "
+                f"({held.shared_len} of the prefix, {known[row]} private); pass a mask over "
+                "everything held and the new tokens, or call cache.reset() to start again from "
+                "the prefix. Tokens of the prefix cannot be given again in a plain forward pass."
+            )
+    layout = Layout(starts_batch, held.shared_len, owned, dense_reason)
+    starts = held.shared_len + known
+    positions = starts[:, None] + owned.cumsum(1) - 1
+    return layout, _with_positions_and_mask(kwargs, layout, positions, before=held.owned)
+
+
+def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
+    if mask.shape[0] != num_rows or mask.shape[1] < num_ids:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)} for {num_rows} rows of {num_ids} tokens; it "
+            "must have a row for each and cover at least these tokens."
+        )
+
+
+def _check_contains_prefix(
+    kwargs: dict[str, Any], lengths: Ints, is_real: Bools, hidden: Ints, prefix_ids: Ints
+) -> None:
+    prefix_len = len(prefix_ids)
+    input_ids = kwargs.get("input_ids")
+    ids = None if input_ids is None or not input_ids.shape[1] else input_ids.cpu().numpy()
+    for row, (length, start) in enumerate(zip(lengths, hidden, strict=True)):
+        if ids is not None:
+            repeated = ids[row][is_real[row]][: prefix_len - start]
+            expected = prefix_ids[start : start + len(repeated)]
+            wrong = np.flatnonzero(repeated != expected)
+            if len(wrong):
+                at = int(wrong[0])
+                raise ValueError(
+                    f"row {row} has token {repeated[at]} at position {start + at}, the prefix has "
+                    f"{expected[at]} there. Pass whole prompts that start with the prefix; or, "
+                    "with the suffix alone, an attention_mask over prefix and suffix."
+                )
+        if length < prefix_len:
+            raise ValueError(
+                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
+                "whole prompts that start with the prefix; or, with the suffix alone, an "
+                "attention_mask over prefix and suffix. Leave prefill_chunk_size unset: it cuts "
+                "prompts before the cache sees them."
+            )
+
+
+def _take_columns(
+    kwargs: dict[str, Any],
+    columns: Ints,
+    is_given: Bools,
+    positions: Ints,
+    prefix_ids: Ints,
+    owned: Bools,
+) -> dict[str, Any]:
+    kwargs = dict(kwargs)
+    embeds = kwargs.get("inputs_embeds")
+    if embeds is not None:
+        if (owned & ~is_given).any():
+            raise ValueError(
+                "a row of inputs_embeds has nothing after the prefix; pass whole prompts as "
+                "input_ids."
+            )
+        index = torch.from_numpy(columns).to(embeds.device)[..., None]
+        kwargs["inputs_embeds"] = embeds.gather(1, index.expand(-1, -1, embeds.shape[2]))
+        return kwargs
+    ids = kwargs["input_ids"]
+    known = torch.from_numpy(prefix_ids[np.clip(positions, 0, len(prefix_ids) - 1)])
+    index = torch.from_numpy(columns).to(ids.device)
+    given = torch.from_numpy(is_given).to(ids.device)
+    for name in ("input_ids", *PER_TOKEN_KWARGS):
+        tensor = kwargs.get(name)
+        if tensor is not None and tensor.shape[1]:
+            fill = known if name == "input_ids" else torch.zeros_like(known)
+            fill = fill.to(tensor.device, tensor.dtype)
+            kwargs[name] = torch.where(given, tensor.gather(1, index), fill)
+        elif name == "input_ids":
+            kwargs[name] = known.to(ids.device, ids.dtype)
+    return kwargs
+
+
+def _with_positions_and_mask(
+    kwargs: dict[str, Any], layout: Layout, positions: Ints, *, before: Bools | None
+) -> dict[str, Any]:
+    kwargs = dict(kwargs)
+    like = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    if kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = torch.from_numpy(np.maximum(positions, 0)).to(like.device)
+    if layout.dense_reason is not None:
+        return kwargs
+    before = layout.owned[:, :0] if before is None else before
+    if before.all() and layout.owned.all():
+        kwargs["attention_mask"] = None
+    else:
+        everywhere = np.ones((len(before), layout.shared_len), dtype=bool)
+        columns = np.concatenate([everywhere, before, layout.owned], axis=1)
+        kwargs["attention_mask"] = torch.from_numpy(columns.astype(np.int64)).to(like.device)
+    return kwargs
+
+
+def _shape(kwargs: dict[str, Any]) -> tuple[int, int]:
+    for name in ("inputs_embeds", "input_ids"):
+        tensor: Tensor | None = kwargs.get(name)
+        if tensor is not None:
+            return tensor.shape[0], tensor.shape[1]
+    raise ValueError("the forward has neither input_ids nor inputs_embeds; pass one of them.")
+
+
+def _mask_2d(kwargs: dict[str, Any]) -> Bools | None:
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        return None
+    if mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask has {mask.ndim} dimensions; generate with a prefix needs "
+            "[num_rows, num_columns]."
+        )
+    as_bools: Bools = mask.bool().cpu().numpy()
+    return as_bools
+
+
+def _num_positions(kwargs: dict[str, Any], default: int) -> int:
+    positions = kwargs.get("position_ids")
+    return default if positions is None else int(positions.max()) + 1

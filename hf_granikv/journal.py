@@ -1,0 +1,55 @@
+"""What a cache did: which path ran how often, and why others were refused."""
+
+import logging
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """Counters behind `AsymmetricPagedCache.stats` and `AsymmetricPagedCache.explain`.
+
+    Attributes:
+        backend_steps: Forward passes whose prefix part ran in each backend.
+        dense_reads: Per layer, how often its keys or values were put together densely.
+    """
+
+    def __init__(self) -> None:
+        self.backend_steps: Counter[str] = Counter()
+        self.dense_reads: Counter[int] = Counter()
+        self._dense_askers: Counter[str] = Counter()
+        self._decisions: dict[str, str] = {}
+
+    def note_backend(self, name: str, described: str) -> None:
+        """Counts one forward pass; `described` is the reckoning that led to the choice."""
+        self.backend_steps[name] += 1
+        self._decisions[name] = described
+
+    def note_dense(self, layer_idx: int, asked_by: str) -> None:
+        """Counts one dense tensor, and logs the first of each layer."""
+        if not self.dense_reads[layer_idx]:
+            logger.info(
+                "Layer %d: %s needs keys and values in one piece; they are built for every "
+                "forward pass. Load the model with attn_implementation='granikv' where its "
+                "attention allows it.",
+                layer_idx,
+                asked_by,
+            )
+        self.dense_reads[layer_idx] += 1
+        self._dense_askers[asked_by] += 1
+
+    def lines(self) -> list[str]:
+        """The report, a fact a line."""
+        report = [
+            f"backend {name}: {count} forward passes; last: {self._decisions[name]}"
+            for name, count in sorted(self.backend_steps.items())
+        ]
+        if self.dense_reads:
+            askers = ", ".join(f"{name} x{n}" for name, n in self._dense_askers.most_common(5))
+            report.append(
+                f"dense route: keys or values of {len(self.dense_reads)} layers were put together "
+                f"{sum(self.dense_reads.values())} times, asked for by {askers}."
+            )
+        if not report:
+            report.append("no forward pass has read a prefix yet.")
+        return report

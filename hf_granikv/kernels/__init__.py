@@ -1,0 +1,1 @@
+"""Kernel ops: one folder each, a torch reference first; none of them imports transformers."""

@@ -1,0 +1,50 @@
+"""Torch's fused CPU attention, and whether half precision is fast here."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def has_fast_matmul(dtype: torch.dtype) -> bool:
+    """Tells whether this CPU multiplies matrices of this dtype in hardware.
+
+    Where it does not, a bfloat16 product is hundreds of times slower than a float32 one, so the
+    operands are better cast first.
+    """
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+def flash_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attends with torch's fused CPU kernel, non-causal, to at least one key.
+
+    Args:
+        query: `[batch, num_q_heads, q_len, head_dim]`, any strides.
+        keys: `[batch, num_kv_heads, kv_len, head_dim]`, any strides.
+        values: `[batch, num_kv_heads, kv_len, head_dim]`.
+        scale: Factor on the scores.
+        bias: `[batch or 1, num_q_heads or 1, q_len or 1, kv_len]` added to the scores.
+
+    Returns:
+        out `[batch, num_q_heads, q_len, head_dim]` in the query's dtype and lse
+        `[batch, num_q_heads, q_len]` float32, natural log, not contiguous. A query that sees no key
+        gets 0 for both, which the caller has to mend.
+    """
+    # with no keys at all the kernel divides by zero and takes the process with it
+    assert keys.shape[2] > 0, "the fused CPU kernel needs at least one key"
+    q_len = query.shape[2]
+    # one half-precision query per head misses the matrix product: two are three times faster
+    is_doubled = q_len == 1 and query.dtype != torch.float32
+    if is_doubled:
+        query = query.expand(-1, -1, 2, -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=bias, scale=scale
+    )
+    return (out[:, :, :1], lse[:, :, :1]) if is_doubled else (out, lse)

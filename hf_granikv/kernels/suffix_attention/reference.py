@@ -1,0 +1,108 @@
+"""Torch implementation of `suffix_attention`: fused on a CPU, plain products elsewhere."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_granikv.kernels import cpu
+from hf_granikv.views import AttentionState
+
+_LOWEST = torch.finfo(torch.float32).min
+
+
+class SuffixMask(NamedTuple):
+    """A bool mask made ready for the kernels, once for all layers of a step.
+
+    Attributes:
+        bias: `[rows or 1, 1, q_len, kv_len]` in the query's dtype, 0 where visible, else -inf.
+        sees_nothing: `[rows or 1, 1, q_len]` bool, True for a query to which every key is hidden.
+    """
+
+    bias: Tensor
+    sees_nothing: Tensor
+
+
+def prepare_mask(mask: Tensor, dtype: torch.dtype) -> SuffixMask:
+    """Makes a bool mask ready for `suffix_attention`.
+
+    Args:
+        mask: `[rows or 1, 1, q_len, kv_len]` bool, True where a query sees a key.
+        dtype: The query's.
+    """
+    hidden = ~mask
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return SuffixMask(bias.masked_fill_(hidden, -torch.inf), hidden.all(-1))
+
+
+def suffix_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | SuffixMask | None,
+) -> AttentionState:
+    """Attends from each row's queries to that row's own keys.
+
+    Args:
+        query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
+        keys: `[rows, num_kv_heads, kv_len, head_dim]`, any strides, stride 0 over rows included;
+            never copied on a CPU. Hidden keys and values may hold anything finite.
+        values: `[rows, num_kv_heads, kv_len, head_dim]`.
+        scale: Factor on the scores.
+        mask: `[rows or 1, 1, q_len, kv_len]` bool, True where a query sees a key, or what
+            `prepare_mask` made of it; None = everything is seen.
+
+    Returns:
+        out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]`; `(0, -inf)`
+        for a query that sees no key.
+    """
+    num_q_heads, q_len = query.shape[1:3]
+    num_kv_heads, kv_len = keys.shape[1:3]
+    if kv_len == 0:
+        out = query.new_zeros(query.shape, dtype=torch.float32)
+        return AttentionState(out, out.new_full(out.shape[:3], -torch.inf))
+    if isinstance(mask, Tensor):
+        mask = prepare_mask(mask, query.dtype)
+    bias = None if mask is None else mask.bias
+    gqa_ratio = num_q_heads // num_kv_heads
+    attend = cpu.flash_attention if query.is_cpu else matmul_attention
+    if not query.is_cpu or _packing_pays(gqa_ratio, q_len, query.dtype):
+        packed = query.reshape(-1, num_kv_heads, gqa_ratio * q_len, query.shape[-1])
+        if bias is not None and q_len > 1:
+            bias = bias.repeat(1, 1, gqa_ratio, 1)
+        out, lse = attend(packed, keys, values, scale=scale, bias=bias)
+        out = out.reshape(query.shape)
+    else:
+        out, lse = attend(query, keys, values, scale=scale, bias=bias)
+    lse = lse.reshape(query.shape[:3]).contiguous()
+    if mask is not None:
+        lse.masked_fill_(mask.sees_nothing, -torch.inf)
+    return AttentionState(out, lse)
+
+
+def matmul_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Does what `cpu.flash_attention` does, on any device, for as many query as kv heads."""
+    scores = torch.matmul(query, keys.mT).float().mul_(scale)
+    if bias is not None:
+        scores += bias
+    # a query that sees nothing would subtract -inf from -inf
+    peak = scores.amax(-1, keepdim=True).clamp_min_(_LOWEST)
+    weights = scores.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = torch.matmul(weights.to(values.dtype), values).float()
+    return out.div_(total.clamp_min(1.0)), peak.add_(total.log_()).squeeze(-1)
+
+
+def _packing_pays(gqa_ratio: int, q_len: int, dtype: torch.dtype) -> bool:
+    """Tells whether the query heads of one kv head should share one product on a CPU.
+
+    Measured with AVX2: float32 vector-matrix products beat thin matrix products up to three rows,
+    half-precision ones never do, and from 16 queries per head on packing only costs its copies.
+    """
+    if q_len >= 16 or gqa_ratio == 1:
+        return False
+    return q_len > 1 or gqa_ratio > 3 or dtype != torch.float32

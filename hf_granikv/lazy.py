@@ -1,0 +1,94 @@
+"""Keys and values that are put together only if somebody needs them in one piece."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hf_granikv.views import LayerStep
+
+# what may be asked of a tensor without looking at its content
+_METADATA: frozenset[Any] = frozenset(
+    getattr(getattr(torch.Tensor, name), "__get__", getattr(torch.Tensor, name))
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "is_meta")
+) | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point, torch.Tensor.numel}
+
+
+class LazyKeyValue(torch.Tensor):
+    """All keys, or all values, of one layer in one forward pass; without storage.
+
+    It has the shape that `DynamicCache.update` would return,
+    `[num_rows, num_kv_heads, kv_len, head_dim]`. The attention function of this package reads
+    `layer_step` and never builds that tensor. Any other torch function gets the dense tensor,
+    built on first use and noted in the journal of the cache.
+    """
+
+    layer_step: LayerStep
+    _is_value: bool
+    _dense: Tensor | None
+
+    @staticmethod
+    def __new__(cls, layer_step: LayerStep, *, is_value: bool) -> "LazyKeyValue":
+        """Wraps one side of `layer_step`."""
+        like = layer_step.suffix_values if is_value else layer_step.suffix_keys
+        num_rows, num_heads, _, head_dim = like.shape
+        shape = (num_rows, num_heads, layer_step.plan.kv_len, head_dim)
+        lazy: LazyKeyValue = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device
+        )
+        lazy.layer_step = layer_step
+        lazy._is_value = is_value
+        lazy._dense = None
+        return lazy
+
+    def materialize(self, asked_by: str) -> Tensor:
+        """The dense tensor, in the columns of the mask that the model was given.
+
+        Args:
+            asked_by: Who needs it, for the journal.
+        """
+        if self._dense is None:
+            step, plan = self.layer_step, self.layer_step.plan
+            plan.journal.note_dense(step.layer_idx, asked_by)
+            prefix = step.prefix_values if self._is_value else step.prefix_keys
+            suffix = step.suffix_values if self._is_value else step.suffix_keys
+            if plan.column_index is not None:
+                index = plan.column_index[:, None, :, None]
+                suffix = suffix.gather(2, index.expand(-1, suffix.shape[1], -1, suffix.shape[3]))
+            everywhere = prefix.unsqueeze(0).expand(suffix.shape[0], -1, -1, -1)
+            self._dense = torch.cat([everywhere, suffix], dim=2)
+        return self._dense
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answers questions about shape and dtype; hands everything else the dense tensor."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
+        dense_args, dense_kwargs = tree_map_only(
+            LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
+        )
+        return func(*dense_args, **dense_kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Serves callers below the Python function level."""
+        dense_args, dense_kwargs = tree_map_only(
+            LazyKeyValue, lambda lazy: lazy.materialize(str(func)), (args, kwargs or {})
+        )
+        return func(*dense_args, **dense_kwargs)

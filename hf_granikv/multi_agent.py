@@ -1,0 +1,308 @@
+"""Many agents over one shared text: stored once, answered in one batch per turn."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from hf_granikv.cache import AsymmetricPagedCache
+from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.prompts import (
+    Message,
+    SharedText,
+    left_padded,
+    render,
+    shared_ids,
+    shared_text,
+    suffix_ids,
+)
+from hf_granikv.report import RunReport
+from hf_granikv.settings import GenerationSettings
+from hf_granikv.timing import StepTimer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_granikv.pools import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one agent answered in one turn.
+
+    Attributes:
+        name: The agent's name.
+        text: The answer without special tokens.
+        token_ids: The generated ids, the end token included where there is one.
+        prompt_tokens: Tokens of the agent's prompt, the prefix included.
+        finish_reason: `"stop"` where the answer ended by itself or by a stopping criterion,
+            `"length"` where it was cut.
+    """
+
+    name: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: str
+
+
+@dataclass(eq=False, slots=True)
+class Agent:
+    """One reader of a prefix; made by `MultiAgentRunner.agent`.
+
+    Attributes:
+        name: Its name, unique in its runner.
+        prefix: The stored prefix that it reads.
+        instructions: What stands before its first message, if anything.
+        history: The user and assistant messages of its earlier turns.
+    """
+
+    name: str
+    prefix: "Prefix"
+    instructions: str | None = None
+    history: list[Message] = field(default_factory=list)
+
+    def conversation(self, message: str) -> list[Message]:
+        """Gives everything that follows the shared text when `message` is asked now."""
+        opening = [_user(self.instructions)] if self.instructions else []
+        return [*opening, *self.history, _user(message)]
+
+
+# keys of a mapping are invariant to a type checker, so each kind of key is named
+Messages = Mapping[Agent | str, str] | Mapping[str, str] | Mapping[Agent, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A stored prefix with the text behind it and the cache that serves it."""
+
+    prefix: "Prefix"
+    shared: SharedText
+    ids: list[int]
+    cache: AsymmetricPagedCache
+    prefill_s: float
+
+
+class MultiAgentRunner:
+    """Asks many agents in one batch, with the text that they share stored and computed once.
+
+    A prompt's ids are always `tok(shared text) + tok(rest of the rendered text,
+    add_special_tokens=False)`. Where a tokenizer would merge across that seam (a shared text that ends
+    in a space, say) they differ from the ids of the whole text tokenized at once.
+
+    Args:
+        model: A causal language model. Loaded with `attn_implementation="granikv"` it reads the shared
+            part once per step; with another one the answers are the same, without the speed.
+        tokenizer: The model's tokenizer. Its chat template is used where it has one.
+        dispatch: How each step chooses its backend, see `AsymmetricPagedCache`.
+        max_cold_slots: Limit of private tokens held per prefix; None grows as needed.
+
+    Raises:
+        ValueError: The tokenizer knows more tokens than the model embeds.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        dispatch: str = "auto",
+        max_cold_slots: int | None = None,
+    ) -> None:
+        embedding: Any = model.get_input_embeddings()
+        vocab_size = embedding.weight.shape[0]
+        if len(tokenizer) > vocab_size:
+            raise ValueError(
+                f"the tokenizer knows {len(tokenizer)} tokens, the model embeds {vocab_size}; "
+                "pass the model's own tokenizer, or call model.resize_token_embeddings."
+            )
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.agents: dict[str, Agent] = {}
+        self._dispatch = dispatch
+        self._max_cold_slots = max_cold_slots
+        self._shares: dict[int, _Share] = {}
+        self._report = RunReport()
+
+    def share(self, content: str | Sequence[Message]) -> "Prefix":
+        """Computes and stores what many agents will read.
+
+        Args:
+            content: A text, or chat messages. With a chat template a text becomes the system message,
+                or the head of the first user message where the template takes no system message.
+
+        Raises:
+            ValueError: There is nothing to share, or the chat template cannot put it first.
+        """
+        shared = shared_text(self.tokenizer, content)
+        ids = shared_ids(self.tokenizer, shared)
+        cache = AsymmetricPagedCache(
+            self.model.config, dispatch=self._dispatch, cold_slots=self._max_cold_slots
+        )
+        start = time.perf_counter()
+        prefix = cache.prefill(self.model, torch.tensor([ids], device=self.model.device))
+        prefill_s = time.perf_counter() - start
+        self._shares[id(prefix)] = _Share(prefix, shared, ids, cache, prefill_s)
+        return prefix
+
+    def agent(self, name: str, prefix: "Prefix", instructions: str | None = None) -> Agent:
+        """Adds an agent that reads `prefix`.
+
+        Raises:
+            ValueError: The name is taken, or another runner stored the prefix.
+        """
+        if name in self.agents:
+            raise ValueError(f"an agent named {name!r} is there already; choose another name.")
+        if id(prefix) not in self._shares:
+            raise ValueError(
+                f"agent {name!r} was given a prefix that this runner does not hold (it holds "
+                f"{len(self._shares)}); pass what this runner's share returned."
+            )
+        agent = self.agents[name] = Agent(name, prefix, instructions)
+        return agent
+
+    def prompt_ids(self, agent: Agent | str, message: str) -> list[int]:
+        """Gives the whole prompt that `run` would send now if `agent` were asked `message`.
+
+        Raises:
+            ValueError: The agent is unknown, or nothing follows the shared text.
+        """
+        agent = self._known(agent)
+        share = self._shares[id(agent.prefix)]
+        text = render(self.tokenizer, share.shared, agent.conversation(message))
+        suffix = suffix_ids(self.tokenizer, share.shared, text)
+        if not suffix:
+            raise ValueError(
+                f"agent {agent.name!r} has no token after the shared text; give it a message."
+            )
+        return share.ids + suffix
+
+    def run(self, messages: Messages, **generation_kwargs: Any) -> dict[str, Reply]:
+        """Asks every given agent its message, in one batch per prefix.
+
+        Histories grow only when the whole turn has succeeded.
+
+        Args:
+            messages: The message for each agent, keyed by the agent or its name.
+            generation_kwargs: Passed to `model.generate`. Without `max_new_tokens`, `max_length` and
+                `generation_config`, `max_new_tokens` is 256.
+
+        Returns:
+            The replies by agent name, in the order of `messages`.
+
+        Raises:
+            ValueError: No message, an unknown agent, one asked twice, or an argument of `generate`
+                that this method sets itself or cannot serve.
+        """
+        asked = self._resolve(messages)
+        settings = GenerationSettings.checked(
+            generation_kwargs, self.model.generation_config, self.tokenizer, self._pad_id
+        )
+        replies: dict[str, Reply] = {}
+        reports: list[RunReport] = []
+        for prefix_id in dict.fromkeys(id(self.agents[name].prefix) for name in asked):
+            turn = {n: m for n, m in asked.items() if id(self.agents[n].prefix) == prefix_id}
+            prefix_replies, report = self._ask(self._shares[prefix_id], turn, settings)
+            replies.update(prefix_replies)
+            reports.append(report)
+        for name, message in asked.items():
+            answer = {"role": "assistant", "content": replies[name].text}
+            self.agents[name].history += [_user(message), answer]
+        self._report = RunReport.joined(reports)
+        return {name: replies[name] for name in asked}
+
+    def report(self) -> RunReport:
+        """Gives the figures of the latest successful `run`; all zero before the first."""
+        return self._report
+
+    def _resolve(self, messages: Messages) -> dict[str, str]:
+        if not messages:
+            raise ValueError("run was given no messages; pass {agent or name: message, ...}.")
+        asked: dict[str, str] = {}
+        for key, message in messages.items():
+            name = self._known(key).name
+            if name in asked:
+                raise ValueError(f"agent {name!r} was asked twice; pass it or its name, once.")
+            asked[name] = message
+        return asked
+
+    def _known(self, agent: Agent | str) -> Agent:
+        name = agent if isinstance(agent, str) else agent.name
+        known = self.agents.get(name)
+        if known is None or agent not in (name, known):
+            names = ", ".join(self.agents) or "none"
+            raise ValueError(f"agent {name!r} is unknown; known: {names}. Add it with agent().")
+        return known
+
+    def _ask(
+        self, share: _Share, turn: dict[str, str], settings: GenerationSettings
+    ) -> tuple[dict[str, Reply], RunReport]:
+        prompts = [self.prompt_ids(name, message) for name, message in turn.items()]
+        ids, mask = left_padded(prompts, self._pad_id)
+        width = ids.shape[1]
+        limit = settings.max_new_tokens(width)
+
+        timer = StepTimer(settings.kwargs.get("streamer"), limit)
+        heard = {"streamer": timer} if settings.takes_streamer else {}
+        steps_before = dict(share.cache.stats().backend_steps)
+        with timer:
+            output = self.model.generate(
+                input_ids=ids.to(self.model.device),
+                attention_mask=mask.to(self.model.device),
+                **{**settings.kwargs, **heard, CACHE_ARGUMENT: share.cache},
+            )
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        answers = sequences[:, width:].tolist()
+        replies = {
+            name: self._reply(name, answer, len(prompt), limit, settings)
+            for name, answer, prompt in zip(turn, answers, prompts, strict=True)
+        }
+        stats = share.cache.stats()
+        generated_tokens = sum(len(reply.token_ids) for reply in replies.values())
+        report = RunReport(
+            num_agents=len(turn),
+            prefix_tokens=len(share.ids),
+            suffix_tokens=sum(map(len, prompts)) - len(prompts) * len(share.ids),
+            generated_tokens=generated_tokens,
+            decode_steps=timer.decode_steps,
+            decoded_tokens=None if timer.decode_steps is None else generated_tokens - len(turn),
+            prefix_prefill_s=share.prefill_s,
+            suffix_prefill_s=timer.prefill_s,
+            decode_s=timer.decode_s,
+            generate_s=timer.total_s,
+            hot_bytes=stats.hot_bytes,
+            cold_bytes=stats.cold_bytes,
+            dense_equivalent_bytes=stats.dense_equivalent_bytes,
+            backend_steps=dict(Counter(stats.backend_steps) - Counter(steps_before)),
+        )
+        return replies, report
+
+    def _reply(
+        self,
+        name: str,
+        generated: list[int],
+        prompt_tokens: int,
+        limit: int | None,
+        settings: GenerationSettings,
+    ) -> Reply:
+        ids, has_end = settings.answer_ids(generated)
+        is_cut = not has_end and (limit is None or len(ids) >= limit)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Reply(
+            name, cast("str", text), tuple(ids), prompt_tokens, "length" if is_cut else "stop"
+        )
+
+    @property
+    def _pad_id(self) -> int:
+        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token_id is not None:
+                return token_id
+        return 0
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}

@@ -1,0 +1,301 @@
+"""Private tokens of the rows of a batch, kept one by one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.pools.slots import SlotAllocator, Slots
+from hf_granikv.pools.token_table import TokenTable
+
+# room left behind each run, so that rows grow in place: at least so many slots, and this
+# fraction of the longest row (a larger one saves few copies and holds more bytes)
+MIN_HEADROOM = 16
+HEADROOM_FRACTION = 1 / 64
+# rows are laid out as equal runs only while the slots that this leaves empty stay below
+MAX_LAYOUT_WASTE = 0.5
+SCATTERED_GROWTH = 1.125
+
+
+@dataclass(frozen=True, slots=True)
+class ColdWrite:
+    """Where the new tokens of one forward go; the same for every layer.
+
+    Attributes:
+        slots: `[num_new]` the slots of the new tokens, row after row.
+        source: `[num_new]` their places among the `num_rows * q_len` tokens of the forward;
+            None if every one of those is stored.
+        start: The private length of all rows before, if rows are runs of equal length that all
+            store all `q_len` tokens; else None.
+    """
+
+    slots: Tensor
+    source: Tensor | None
+    start: int | None
+
+
+class ColdPool:
+    """One growable pool of token slots per layer, and the table that says who owns which.
+
+    ```
+    layer l   K [num_slots, num_kv_heads, head_dim]   V likewise
+              |row 0 ......|    |row 1 ..|      |row 2 ........|  |
+               <- length -> room               rows start `stride` slots apart
+    ```
+
+    While rows are runs at a regular distance, all of them are one strided view and nothing is
+    gathered. A batch whose rows share slots (beams) or differ much in length is scattered, and
+    read through an index. A slot is viewable as a page of size 1.
+
+    Args:
+        num_layers: Layers that store tokens.
+        limit: The most slots the pool may ever have; None for no limit.
+
+    Attributes:
+        table: Who owns which slot.
+        peak_bytes: The largest number of bytes held by batches that have ended since `release`.
+    """
+
+    def __init__(self, num_layers: int, *, limit: int | None = None) -> None:
+        self.limit = limit
+        self.table = TokenTable(0)
+        self._allocator = SlotAllocator()
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self._gather_index: Tensor | None = None
+        self.peak_bytes = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that store tokens."""
+        return len(self._keys)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers that have stored any."""
+        tensors = [t for t in (*self._keys, *self._values) if t is not None]
+        return sum(t[:1].numel() * t.element_size() for t in tensors)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in storage, free ones included."""
+        return self._allocator.num_slots
+
+    @property
+    def num_tokens(self) -> int:
+        """Slots that some row owns."""
+        return self._allocator.num_slots - self._allocator.num_free
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages held and of the table."""
+        tensors = [t for t in (*self._keys, *self._values) if t is not None]
+        return sum(t.untyped_storage().nbytes() for t in tensors) + self.table.nbytes
+
+    def check_room(self, num_new: int, *, replacing: bool) -> None:
+        """Checks that `num_new` tokens will fit, before anything is changed.
+
+        Args:
+            num_new: Tokens to store.
+            replacing: Whether the rows held now go first.
+
+        Raises:
+            ColdPoolFullError: With the numbers and the remedy.
+        """
+        live = 0 if replacing else self.num_tokens
+        if self.limit is not None and live + num_new > self.limit:
+            raise ColdPoolFullError(
+                f"ColdPool has {self.limit - live} free slots of cold_slots={self.limit}, "
+                f"{num_new} needed; raise cold_slots, run fewer rows, or generate fewer tokens."
+            )
+
+    def begin(self, num_rows: int) -> None:
+        """Releases all rows and starts a batch of `num_rows` empty ones."""
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._allocator.free(self.table.flat())
+        self.table = TokenTable(num_rows)
+        self._gather_index = None
+
+    def release(self) -> None:
+        """Releases all rows and gives the storages back."""
+        self.begin(0)
+        self._allocator = SlotAllocator()
+        self._keys = [None] * len(self._keys)
+        self._values = [None] * len(self._values)
+        self.peak_bytes = 0
+
+    def extend(
+        self, counts: NDArray[np.int64], source: NDArray[np.int64] | None, device: torch.device
+    ) -> ColdWrite:
+        """Gives each row `counts[i]` more slots, growing the storage if need be.
+
+        Args:
+            counts: `[num_rows]` new tokens of each row.
+            source: `[counts.sum()]` see `ColdWrite`.
+            device: Where the returned indices live.
+
+        Raises:
+            ColdPoolFullError: Before anything is changed.
+        """
+        self.check_room(int(counts.sum()), replacing=False)
+        table, lengths = self.table, self.table.lengths
+        # an empty batch has not been laid out yet; a scattered one stays scattered, since a
+        # beam search would otherwise copy its rows at every step
+        may_lay_out = table.stride is not None or table.max_length == 0
+        slots = table.next_in_place(counts)
+        if slots is None and may_lay_out and self._lay_out(counts):
+            slots = table.next_in_place(counts)
+        if slots is None or not self._allocator.try_take(slots):
+            table.scatter()
+            self._grow(self.num_tokens + int(counts.sum()))
+            slots = self._allocator.allocate(int(counts.sum()))
+        is_even = source is None and len(set(lengths.tolist())) == 1 and table.stride is not None
+        start = int(lengths[0]) if is_even else None
+        table.append(counts, slots)
+        self._gather_index = None
+        return ColdWrite(
+            torch.from_numpy(slots).to(device),
+            None if source is None else torch.from_numpy(source).to(device),
+            start,
+        )
+
+    def write(self, layer_idx: int, write: ColdWrite, keys: Tensor, values: Tensor) -> None:
+        """Stores the new tokens of one layer.
+
+        Args:
+            layer_idx: The layer.
+            write: What `extend` returned for this forward.
+            keys: `[num_rows, num_kv_heads, q_len, head_dim]` of all tokens of the forward.
+            values: Likewise.
+        """
+        self._keys[layer_idx] = self._store(self._keys[layer_idx], write, keys.detach())
+        self._values[layer_idx] = self._store(self._values[layer_idx], write, values.detach())
+
+    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all rows, row i valid up to `table.lengths[i]`.
+
+        Returns:
+            Two `[num_rows, num_kv_heads, max_length, head_dim]` tensors: views of the pool while
+            rows are runs (valid until the next `extend`), gathered copies otherwise.
+        """
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        assert keys is not None
+        assert values is not None
+        return self._read(keys), self._read(values)
+
+    def truncate(self, counts: NDArray[np.int64]) -> None:
+        """Frees the last `counts[i]` tokens of each row."""
+        self._allocator.free(self.table.truncate(counts))
+        self._gather_index = None
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> None:
+        """Makes row i the former row `indices[i]`; slots are shared, nothing is copied."""
+        before = self.table.flat()
+        self.table.select(indices)
+        self._allocator.hold(self.table.flat())
+        self._allocator.free(before)
+        self._gather_index = None
+
+    def copy(self) -> "ColdPool":
+        """An independent pool with the same rows."""
+        twin = ColdPool(len(self._keys), limit=self.limit)
+        twin._keys = [_clone(t) for t in self._keys]
+        twin._values = [_clone(t) for t in self._values]
+        twin._allocator.grow(self.num_slots)
+        twin._allocator.hold(self.table.flat())
+        twin.table = self.table.copy()
+        return twin
+
+    def check_integrity(self) -> None:
+        """Checks that every slot is free or owned by exactly the rows that list it.
+
+        Raises:
+            IntegrityError: With the broken equation in numbers.
+        """
+        self._allocator.check_integrity(self.table.flat())
+
+    def _lay_out(self, counts: NDArray[np.int64]) -> bool:
+        """Makes rows runs with room for `counts` more tokens each, if that may be."""
+        table = self.table
+        longest = int((table.lengths + counts).max(initial=0))
+        stride = longest + max(MIN_HEADROOM, int(longest * HEADROOM_FRACTION))
+        if self.limit is not None:
+            stride = min(stride, self.limit // table.num_rows)
+        num_wasted = table.num_rows * longest - int((table.lengths + counts).sum())
+        if stride < longest or num_wasted > MAX_LAYOUT_WASTE * table.num_rows * longest:
+            return False
+        old_slots, num_slots = table.flat(), table.num_rows * stride
+        table.lay_out(stride)
+        new_slots = table.flat()
+        if len(old_slots) or num_slots > self.num_slots:
+            src, dst = torch.from_numpy(old_slots), torch.from_numpy(new_slots)
+            self._keys = [_moved(t, num_slots, src, dst) for t in self._keys]
+            self._values = [_moved(t, num_slots, src, dst) for t in self._values]
+            self._allocator = SlotAllocator()
+            self._allocator.grow(num_slots)
+            self._allocator.hold(new_slots)
+        return True
+
+    def _grow(self, num_needed: int) -> None:
+        if num_needed <= self.num_slots:
+            return
+        num_slots = max(num_needed, int(self.num_slots * SCATTERED_GROWTH))
+        if self.limit is not None:
+            num_slots = min(num_slots, self.limit)
+        kept = torch.arange(self.num_slots)
+        self._keys = [_moved(t, num_slots, kept, kept) for t in self._keys]
+        self._values = [_moved(t, num_slots, kept, kept) for t in self._values]
+        self._allocator.grow(num_slots)
+
+    def _store(self, storage: Tensor | None, write: ColdWrite, states: Tensor) -> Tensor:
+        num_rows, num_heads, q_len, head_dim = states.shape
+        if storage is None:
+            storage = _zeros(states, (self.num_slots, num_heads, head_dim))
+        tokens = states.transpose(1, 2)  # [rows, q_len, heads, head_dim]
+        if write.start is not None:
+            runs = self._runs(storage)[:, write.start : write.start + q_len]
+            runs.copy_(tokens)
+            return storage
+        tokens = tokens.reshape(num_rows * q_len, num_heads, head_dim)
+        if write.source is not None:
+            tokens = tokens.index_select(0, write.source)
+        storage.index_copy_(0, write.slots, tokens)
+        return storage
+
+    def _runs(self, storage: Tensor) -> Tensor:
+        stride, num_rows = self.table.stride, self.table.num_rows
+        assert stride is not None
+        return storage[: num_rows * stride].view(num_rows, stride, *storage.shape[1:])
+
+    def _read(self, storage: Tensor) -> Tensor:
+        width = self.table.max_length
+        if self.table.stride is not None:
+            return self._runs(storage)[:, :width].transpose(1, 2)
+        if self._gather_index is None:
+            # slots of no one read slot 0: finite, and masked by whoever reads
+            padded = np.maximum(self.table.padded(), 0).reshape(-1)
+            self._gather_index = torch.from_numpy(padded).to(storage.device)
+        rows = storage.index_select(0, self._gather_index)
+        return rows.view(self.table.num_rows, width, *storage.shape[1:]).transpose(1, 2)
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    # zeros, not empty: masked slots are multiplied by zero weights and must be finite;
+    # never an inference tensor, or a later call outside inference mode could not write to it
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+
+def _moved(storage: Tensor | None, num_slots: int, src: Tensor, dst: Tensor) -> Tensor | None:
+    if storage is None:
+        return None
+    moved = _zeros(storage, (num_slots, *storage.shape[1:]))
+    return moved.index_copy_(0, dst.to(storage.device), storage[src.to(storage.device)])
+
+
+def _clone(storage: Tensor | None) -> Tensor | None:
+    return None if storage is None else _zeros(storage, tuple(storage.shape)).copy_(storage)

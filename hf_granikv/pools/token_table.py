@@ -1,0 +1,136 @@
+"""Which slot holds the j-th private token of each row."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_granikv.pools.slots import Slots
+
+
+class TokenTable:
+    """Logical to physical map of the rows of one batch.
+
+    ```
+              token 0   1   2   3         lengths
+    row 0   [      12  13  14   -  ]         3
+    row 1   [      12  13  20  21  ]         4      beams share slots 12 and 13
+    ```
+
+    Only tokens that a row owns are listed; pads and tokens of the prefix never are.
+
+    Attributes:
+        lengths: `[num_rows]` private tokens of each row.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.lengths: NDArray[np.int64] = np.zeros(num_rows, dtype=np.int64)
+        self._slots: NDArray[np.int64] = np.full((num_rows, 0), -1, dtype=np.int64)
+        self._stride: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch."""
+        return len(self.lengths)
+
+    @property
+    def max_length(self) -> int:
+        """Private tokens of the longest row."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def stride(self) -> int | None:
+        """Distance in slots between the starts of rows, if row i is the run from `i * stride`.
+
+        None if some row is not such a run; then readers gather.
+        """
+        return self._stride
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table itself."""
+        return self._slots.nbytes + self.lengths.nbytes
+
+    def row(self, row: int) -> Slots:
+        """`[length]` slots of one row, in the order of its tokens."""
+        return self._slots[row, : self.lengths[row]]
+
+    def flat(self) -> Slots:
+        """`[num_holds]` slots of all rows, row after row, shared ones once per row."""
+        return self._slots[self._owned()]
+
+    def padded(self) -> Slots:
+        """`[num_rows, max_length]` slots, -1 beyond a row's length."""
+        width = self.max_length
+        return np.where(self._owned()[:, :width], self._slots[:, :width], -1)
+
+    def append(self, counts: NDArray[np.int64], slots: Slots) -> None:
+        """Gives `counts[i]` more slots to each row, taken from `slots` in row order."""
+        new_lengths = self.lengths + counts
+        self._widen(int(new_lengths.max(initial=0)))
+        columns = np.arange(self._slots.shape[1])
+        is_new = (columns >= self.lengths[:, None]) & (columns < new_lengths[:, None])
+        self._slots[is_new] = slots
+        self.lengths = new_lengths
+
+    def next_in_place(self, counts: NDArray[np.int64]) -> Slots | None:
+        """The slots that would continue every row's run, or None if rows are not runs."""
+        if self._stride is None or int((self.lengths + counts).max(initial=0)) > self._stride:
+            return None
+        starts = np.arange(self.num_rows) * self._stride + self.lengths
+        if (counts == 1).all():
+            return starts
+        return np.concatenate(
+            [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
+            or [np.empty(0, dtype=np.int64)]
+        ).astype(np.int64)
+
+    def lay_out(self, stride: int) -> None:
+        """Renames every slot so that row i is the run from `i * stride`."""
+        owned = self._owned()
+        runs = np.arange(self.num_rows)[:, None] * stride + np.arange(self._slots.shape[1])
+        self._slots = np.where(owned, runs, -1)
+        self._stride = stride
+
+    def scatter(self) -> None:
+        """Declares that rows are no longer runs at a regular distance."""
+        self._stride = None
+
+    def truncate(self, counts: NDArray[np.int64]) -> Slots:
+        """Takes the last `counts[i]` tokens of each row away.
+
+        Returns:
+            `[counts.sum()]` the slots the rows no longer hold.
+        """
+        kept = self.lengths - counts
+        columns = np.arange(self._slots.shape[1])
+        is_dropped = (columns >= kept[:, None]) & (columns < self.lengths[:, None])
+        dropped = self._slots[is_dropped]
+        self.lengths = kept
+        return dropped
+
+    def select(self, indices: Sequence[int] | NDArray[np.int64]) -> None:
+        """Makes row i the former row `indices[i]`; rows may repeat or vanish."""
+        order = np.asarray(indices, dtype=np.int64)
+        if self._stride is not None and not np.array_equal(order, np.arange(self.num_rows)):
+            self._stride = None
+        self._slots = self._slots[order]
+        self.lengths = self.lengths[order]
+
+    def copy(self) -> "TokenTable":
+        """An independent table with the same content."""
+        twin = TokenTable(self.num_rows)
+        twin.lengths = self.lengths.copy()
+        twin._slots = self._slots.copy()
+        twin._stride = self._stride
+        return twin
+
+    def _owned(self) -> NDArray[np.bool_]:
+        return np.arange(self._slots.shape[1]) < self.lengths[:, None]
+
+    def _widen(self, width: int) -> None:
+        missing = width - self._slots.shape[1]
+        if missing > 0:
+            missing = max(missing, self._slots.shape[1] // 8)
+            pad = np.full((self.num_rows, missing), -1, dtype=np.int64)
+            self._slots = np.concatenate([self._slots, pad], axis=1)

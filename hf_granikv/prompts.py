@@ -1,0 +1,167 @@
+"""Turns conversations over a shared text into text, token ids and padded batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+
+_SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedText:
+    """The text at the head of every prompt of the agents that share it.
+
+    Attributes:
+        text: The rendered text, exactly as it stands at the head of each rendered prompt.
+        messages: The messages behind it; empty where the tokenizer has no chat template.
+    """
+
+    text: str
+    messages: tuple[Message, ...]
+
+
+def shared_text(
+    tokenizer: "PreTrainedTokenizerBase", content: str | Sequence[Message]
+) -> SharedText:
+    """Gives the text that all prompts over `content` begin with.
+
+    With a chat template a `str` becomes a system message where the template accepts one, and the
+    head of the first user message otherwise. Without a template it is taken as it is.
+
+    Raises:
+        ValueError: `content` is empty, or is a list of messages that the template cannot put at the
+            head of a prompt, or that no template is there for.
+    """
+    contents = [content] if isinstance(content, str) else [m["content"] for m in content]
+    if not any(text.strip() for text in contents):
+        raise ValueError("share was given nothing to share; pass a text or messages with content.")
+    if tokenizer.chat_template is None:
+        if not isinstance(content, str):
+            raise ValueError(
+                f"share was given {len(contents)} messages, but the tokenizer has no chat template; "
+                "pass one str, or set tokenizer.chat_template."
+            )
+        return SharedText(content, ())
+    if not isinstance(content, str):
+        return _shared_messages(tokenizer, content)
+    try:
+        return _shared_messages(tokenizer, [{"role": "system", "content": content}])
+    except ValueError:
+        return _shared_messages(tokenizer, [{"role": "user", "content": content}])
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", shared: SharedText, messages: Sequence[Message]
+) -> str:
+    """Gives the whole text of a prompt: the shared text, then `messages`, ready for an answer.
+
+    Adjacent user messages are joined. Without a chat template contents are concatenated as they are.
+
+    Raises:
+        ValueError: The rendered text does not begin with the shared text.
+    """
+    if not shared.messages:
+        return shared.text + "".join(message["content"] for message in messages)
+    text = _apply_template(tokenizer, [*shared.messages, *messages], add_generation_prompt=True)
+    if not text.startswith(shared.text):
+        raise ValueError(
+            "the chat template renders this conversation without the shared text at its head, so the "
+            "stored prefix cannot serve it; share the text as a user message "
+            "([{'role': 'user', 'content': text}]), or share it again if the template has changed."
+        )
+    return text
+
+
+def shared_ids(tokenizer: "PreTrainedTokenizerBase", shared: SharedText) -> list[int]:
+    """Gives the token ids of the shared text, with the special tokens that open a text."""
+    body = _ids(tokenizer, shared.text)
+    # a template writes its own special tokens into the text
+    if shared.messages:
+        return body
+    ids = tokenizer(shared.text, verbose=False)["input_ids"]
+    # some tokenizers close every text with a token, and nothing may follow that one
+    return ids if ids[-len(body) :] == body else ids[:-1]
+
+
+def suffix_ids(tokenizer: "PreTrainedTokenizerBase", shared: SharedText, text: str) -> list[int]:
+    """Gives the token ids of what follows the shared text in the whole prompt `text`."""
+    return _ids(tokenizer, text.removeprefix(shared.text))
+
+
+def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Gives `(input_ids, attention_mask)`, both `[num_rows, longest]`, with pads on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def _shared_messages(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
+) -> SharedText:
+    ends_with_user = messages[-1]["role"] == "user"
+    try:
+        # a later turn may move what an early one has at its head, so both are tried
+        openings = [
+            _apply_template(tokenizer, [*messages, *turn])
+            for turn in (_turn("a"), _turn("b"), [*_turn("a"), _reply(), *_turn("b")])
+        ]
+        # up to the agent's own text where that continues the last message, else whole messages
+        text = (
+            _common_head(*openings[:2]) if ends_with_user else _apply_template(tokenizer, messages)
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"the chat template refuses the shared messages ({error}); share other roles."
+        ) from error
+    is_head = all(opening.startswith(text) for opening in openings)
+    if not is_head or any(message["content"].strip() not in text for message in messages):
+        raise ValueError(
+            "the chat template does not put the shared messages at the head of a conversation; "
+            "share the text as one user message."
+        )
+    return SharedText(text, tuple(messages))
+
+
+def _common_head(first: str, second: str) -> str:
+    pairs = zip(first, second, strict=False)
+    end = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return first[:end]
+
+
+def _turn(content: str) -> list[Message]:
+    return [{"role": "user", "content": content}]
+
+
+def _reply() -> Message:
+    return {"role": "assistant", "content": "c"}
+
+
+def _apply_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    add_generation_prompt: bool = False,
+) -> str:
+    joined: list[dict[str, str]] = []
+    for message in messages:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            joined[-1]["content"] += _SEPARATOR + message["content"]
+        else:
+            joined.append(dict(message))
+    text = tokenizer.apply_chat_template(
+        joined, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    return cast("str", text)
+
+
+def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

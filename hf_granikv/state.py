@@ -1,0 +1,250 @@
+"""What all layers of one cache share: the prefix, the rows, and the forward under way."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_granikv.config import CacheOptions
+from hf_granikv.errors import UnannouncedForwardError
+from hf_granikv.inputs import Bools, HeldRows, Layout
+from hf_granikv.journal import Journal
+from hf_granikv.pools import ColdPool, HotPool, Prefix
+from hf_granikv.pools.cold import ColdWrite
+from hf_granikv.views import CacheStats, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The forward pass under way."""
+
+    plan: StepPlan
+    write: ColdWrite
+
+
+class CacheState:
+    """Pools, rows and the current step of one `AsymmetricPagedCache`.
+
+    Attributes:
+        hot: The pool of prefixes, shared with every fork.
+        cold: The pool of private tokens, this cache's own.
+        prefix: The prefix that rows start from; None for a plain cache.
+        shared_len: Prefix tokens that the rows see; less than the prefix after a crop into it.
+        num_columns: Mask columns since the prefix.
+        step_id: Counts forward passes; a layer that has stored this one carries the same number.
+        is_generation_pending: Whether `generate` has taken the cache and not run it yet.
+    """
+
+    def __init__(self, num_layers: int, options: CacheOptions, hot: HotPool) -> None:
+        self.options = options
+        self.hot = hot
+        self.cold = ColdPool(num_layers, limit=options.cold_slots)
+        self.journal = Journal()
+        self.prefix: Prefix | None = None
+        self.shared_len = 0
+        self.num_columns = 0
+        self.step_id = 0
+        self.is_generation_pending = False
+        self._owned: Bools | None = None
+        self._staged: Layout | None = None
+        self._step: Step | None = None
+        self._num_written = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch; 0 before the first forward."""
+        return self.cold.table.num_rows
+
+    @property
+    def num_held(self) -> int:
+        """Columns held: of the prefix and since."""
+        return self.shared_len + self.num_columns
+
+    def held_rows(self) -> HeldRows:
+        """The rows as `inputs` needs to see them."""
+        if not self.num_rows:
+            return HeldRows(self.shared_len, None, None)
+        return HeldRows(self.shared_len, self.cold.table.lengths, self._owned_columns())
+
+    def seq_length(self, layer_step_id: int) -> int:
+        """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
+        if self._staged is not None:
+            return self._staged.shared_len + (
+                0 if self._staged.starts_batch else self.num_columns
+            )
+        if layer_step_id != self.step_id and self._step is not None:
+            return self.num_held - self._step.plan.q_len
+        return self.num_held
+
+    def stage(self, layout: Layout) -> None:
+        """Notes how the coming forward is laid out; nothing changes until its first layer."""
+        self._abandon_unfinished_step()
+        self._staged = layout
+
+    def begin_step(self, key_states: Tensor) -> Step:
+        """Makes room for the tokens of a forward, at its first layer.
+
+        Args:
+            key_states: `[num_rows, num_kv_heads, q_len, head_dim]` of that layer.
+
+        Raises:
+            ColdPoolFullError: Before anything is changed.
+            UnannouncedForwardError: If there is a prefix and the inputs of this forward are unknown.
+            ValueError: If the rows are not those held.
+        """
+        num_rows, _, q_len, _ = key_states.shape
+        layout = self._staged
+        if layout is None:
+            layout = self._plain_layout(num_rows, q_len)
+        counts = layout.owned.sum(1)
+        self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
+        if layout.starts_batch:
+            self.cold.begin(num_rows)
+            self.num_columns, self._owned = 0, None
+            self.shared_len = layout.shared_len
+        before = self.cold.table.lengths
+        is_even = bool(layout.owned.all())
+        source = None if is_even else np.flatnonzero(layout.owned)
+        write = self.cold.extend(counts, source, key_states.device)
+        if self._owned is not None or not is_even:
+            self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
+        self.num_columns += q_len
+        self.step_id += 1
+        self._staged, self._num_written = None, 0
+        plan = self._plan(layout, before, key_states.device)
+        self._step = Step(plan, write)
+        return self._step
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the coming forward has been announced and not begun."""
+        return self._staged is not None
+
+    def current_step(self) -> Step:
+        """The step that the first layer began."""
+        assert self._step is not None
+        return self._step
+
+    def write(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Stores the new tokens of one layer.
+
+        Args:
+            layer_idx: The layer.
+            key_states: `[num_rows, num_kv_heads, q_len, head_dim]`.
+            value_states: Likewise.
+        """
+        self.cold.write(layer_idx, self.current_step().write, key_states, value_states)
+        self._num_written += 1
+
+    def crop(self, num_columns: int) -> None:
+        """Takes the last columns away, those of the prefix last; the prefix itself stays."""
+        from_rows = min(num_columns, self.num_columns)
+        kept = self.num_columns - from_rows
+        if self._owned is None:
+            counts = np.full(self.num_rows, from_rows, dtype=np.int64)
+        else:
+            counts = self._owned[:, kept:].sum(1)
+            self._owned = self._owned[:, :kept]
+        self.cold.truncate(counts)
+        self.num_columns = kept
+        self.shared_len = max(0, self.shared_len - (num_columns - from_rows))
+        self._step = None
+
+    def select_rows(self, indices: np.ndarray) -> None:
+        """Makes row i the former row `indices[i]`."""
+        if not self.num_rows:
+            return
+        if len(indices) and not (0 <= indices.min() and indices.max() < self.num_rows):
+            raise ValueError(
+                f"rows {indices.tolist()} were asked for, the cache holds rows 0 to "
+                f"{self.num_rows - 1}."
+            )
+        self.cold.select(indices)
+        self._owned = None if self._owned is None else self._owned[indices]
+
+    def release_rows(self) -> None:
+        """Frees everything private; the prefix stays and is whole again."""
+        self.cold.release()
+        self.num_columns = 0
+        self.shared_len = 0 if self.prefix is None else self.prefix.num_tokens
+        self.is_generation_pending = False
+        self._owned = self._staged = self._step = None
+
+    def fork(self) -> "CacheState":
+        """An independent state over the same HOT pool."""
+        twin = CacheState(self.cold.num_layers, self.options, self.hot)
+        twin.cold = self.cold.copy()
+        if self.prefix is not None:
+            self.hot.acquire(self.prefix)
+        twin.prefix = self.prefix
+        twin.shared_len, twin.num_columns = self.shared_len, self.num_columns
+        twin.step_id = self.step_id
+        twin._owned = None if self._owned is None else self._owned.copy()
+        return twin
+
+    def stats(self) -> CacheStats:
+        """What is held now."""
+        hot_bytes, cold_bytes = self.hot.num_bytes, self.cold.num_bytes
+        per_column = self.cold.bytes_per_token
+        if self.prefix is not None:
+            per_column = self.prefix.num_bytes // self.prefix.num_tokens
+        return CacheStats(
+            hot_bytes=hot_bytes,
+            cold_bytes=cold_bytes,
+            peak_bytes=max(self.cold.peak_bytes, cold_bytes) + hot_bytes,
+            hot_tokens=self.hot.num_tokens,
+            cold_tokens=self.cold.num_tokens,
+            dense_equivalent_bytes=self.num_rows * self.num_held * per_column,
+            prefix_groups=int(self.prefix is not None and self.num_rows > 0),
+            backend_steps=dict(self.journal.backend_steps),
+        )
+
+    def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
+        if self.prefix is not None:
+            raise UnannouncedForwardError(
+                "a forward pass reached the cache through a model that it does not know, so which "
+                "columns are pads or repeat the prefix cannot be told. Use the model that prefilled "
+                "the cache, call cache.attach(model) for another object with the same weights, and "
+                "call the model itself, not its forward method."
+            )
+        if self.num_rows and self.num_rows != num_rows:
+            raise ValueError(
+                f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "
+                "reset() this one, or repeat its rows with batch_repeat_interleave."
+            )
+        starts_batch = not self.num_rows
+        return Layout(starts_batch, self.shared_len, np.ones((num_rows, q_len), dtype=bool))
+
+    def _plan(self, layout: Layout, before: np.ndarray, device: torch.device) -> StepPlan:
+        lengths, q_len = self.cold.table.lengths, layout.owned.shape[1]
+        mask = None
+        if self.prefix is not None and not (q_len == 1 and len(set(lengths.tolist())) == 1):
+            seen = before[:, None] + layout.owned.cumsum(1)  # [rows, q_len]
+            visible = np.arange(self.cold.table.max_length) < seen[:, :, None]
+            mask = torch.from_numpy(visible[:, None]).to(device)
+        column_index = None
+        if self._owned is not None:
+            private = np.maximum(self._owned.cumsum(1) - 1, 0)
+            column_index = torch.from_numpy(private).to(device)
+        return StepPlan(
+            num_rows=self.num_rows,
+            q_len=q_len,
+            shared_len=self.shared_len,
+            kv_len=self.num_held,
+            suffix_mask=mask,
+            column_index=column_index,
+            dense_reason=layout.dense_reason,
+            dispatch=self.options.dispatch,
+            journal=self.journal,
+        )
+
+    def _owned_columns(self) -> Bools:
+        if self._owned is not None:
+            return self._owned
+        return np.ones((self.num_rows, self.num_columns), dtype=bool)
+
+    def _abandon_unfinished_step(self) -> None:
+        """Drops the columns of a forward that failed between its first and its last layer."""
+        if self._step is not None and self._num_written < self.cold.num_layers:
+            self.crop(self._step.plan.q_len)

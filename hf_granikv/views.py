@@ -1,0 +1,121 @@
+"""Frozen records that rooms show each other."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_granikv.journal import Journal
+
+
+class AttentionState(NamedTuple):
+    """A partial attention result that can be merged with others over the same queries.
+
+    Attributes:
+        out: `[rows, num_q_heads, q_len, head_dim]` softmax-weighted values of this part alone.
+        lse: `[rows, num_q_heads, q_len]` float32, natural log of the sum of exponentiated scores.
+            A part in which a query sees nothing is `(0, -inf)`.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """The size of the matrix problem that one group of rows poses to one stored prefix.
+
+    Attributes:
+        num_rows: Rows of the batch that read the prefix.
+        q_len: Query tokens per row.
+        prefix_len: Prefix tokens that the rows see.
+        num_kv_heads: Key/value heads.
+        gqa_ratio: Query heads per key/value head.
+        head_dim: Width of one head.
+        dtype_bytes: Bytes per stored number.
+    """
+
+    num_rows: int
+    q_len: int
+    prefix_len: int
+    num_kv_heads: int
+    gqa_ratio: int
+    head_dim: int
+    dtype_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass: made once at its first layer, read by all.
+
+    Attributes:
+        num_rows: Rows of the batch.
+        q_len: Tokens per row in this forward, pads included.
+        shared_len: Prefix tokens that every row sees.
+        kv_len: Columns of the attention mask: `shared_len` and all columns since.
+        suffix_mask: `[num_rows, 1, q_len, max_suffix_len]` bool, True where a query sees a private
+            token; None if every query sees all of them.
+        column_index: `[num_rows, kv_len - shared_len]` the private token of each column; None if
+            columns and private tokens agree.
+        dense_reason: Why the shared path must not be used in this forward, or None.
+        dispatch: The caller's choice of backend.
+        journal: Where what happens is counted.
+        scratch: What attention works out once per forward and keeps for the other layers.
+    """
+
+    num_rows: int
+    q_len: int
+    shared_len: int
+    kv_len: int
+    suffix_mask: Tensor | None
+    column_index: Tensor | None
+    dense_reason: str | None
+    dispatch: str
+    journal: Journal
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """What one layer's attention reads in one forward pass.
+
+    Attributes:
+        layer_idx: The layer.
+        plan: The forward pass.
+        prefix_keys: `[num_kv_heads, shared_len, head_dim]`.
+        prefix_values: Likewise.
+        suffix_keys: `[num_rows, num_kv_heads, max_suffix_len, head_dim]`, strided.
+        suffix_values: Likewise.
+    """
+
+    layer_idx: int
+    plan: StepPlan
+    prefix_keys: Tensor
+    prefix_values: Tensor
+    suffix_keys: Tensor
+    suffix_values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a cache holds.
+
+    Attributes:
+        hot_bytes: Storages of the prefixes.
+        cold_bytes: Storages of private tokens, free slots and tables included.
+        peak_bytes: The largest sum of the two since the last `reset`.
+        hot_tokens: Tokens of the prefixes, each counted once.
+        cold_tokens: Private tokens, one that several rows share counted once.
+        dense_equivalent_bytes: What `DynamicCache` would hold for the same rows.
+        prefix_groups: Groups of rows that read one prefix.
+        backend_steps: Forward passes whose prefix part ran in each backend.
+    """
+
+    hot_bytes: int
+    cold_bytes: int
+    peak_bytes: int
+    hot_tokens: int
+    cold_tokens: int
+    dense_equivalent_bytes: int
+    prefix_groups: int
+    backend_steps: dict[str, int]

@@ -1,0 +1,131 @@
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch import Dispatcher
+from hf_granikv.dispatch.roofline import DeviceConstants, Work
+from hf_granikv.views import GroupShape
+
+SHAPE = GroupShape(
+    num_rows=16, q_len=1, prefix_len=1000, num_kv_heads=3, gqa_ratio=3, head_dim=64, dtype_bytes=4
+)
+ONE_FLOP_A_SECOND = DeviceConstants(1.0, 1e30, 0.0)
+
+
+@dataclass
+class Fake:
+    """A backend whose time is looked up by prefix length."""
+
+    seconds: dict[int, float]
+    reasons: list[str] = field(default_factory=list)
+    asked: int = 0
+
+    def unsupported_reasons(self, shape: GroupShape) -> list[str]:
+        self.asked += 1
+        return self.reasons
+
+    def work(self, shape: GroupShape) -> Work:
+        return Work(self.seconds[shape.prefix_len], 0.0, 0, 1)
+
+
+def fakes(*backends: Fake, choice: str = "auto") -> Dispatcher:
+    named = dict(zip("abc", backends, strict=False))
+    return Dispatcher(choice, backends=named, constants=ONE_FLOP_A_SECOND)
+
+
+def test_the_fastest_backend_is_chosen():
+    decision = fakes(Fake({1000: 3.0}), Fake({1000: 2.0})).choose(SHAPE, "cpu")
+
+    assert decision.backend_name == "b"
+    assert decision.predicted_s == {"a": 3.0, "b": 2.0}
+    assert decision.refused == {}
+
+
+def test_a_backend_that_cannot_run_is_refused_with_its_reasons():
+    dispatcher = fakes(Fake({1000: 1.0}, reasons=["too narrow", "too old"]), Fake({1000: 2.0}))
+
+    decision = dispatcher.choose(SHAPE, "cpu")
+
+    assert decision.backend_name == "b"
+    assert decision.refused == {"a": ["too narrow", "too old"]}
+    assert decision.predicted_s == {"b": 2.0}
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(0.09, "a"), (0.11, "b")])
+def test_the_earlier_choice_stays_unless_another_is_a_tenth_faster(gain, expected):
+    dispatcher = fakes(Fake({1000: 1.0, 2000: 1.0}), Fake({1000: 2.0, 2000: 1.0 - gain}))
+    assert dispatcher.choose(SHAPE, "cpu").backend_name == "a"
+
+    assert dispatcher.choose(replace(SHAPE, prefix_len=2000), "cpu").backend_name == expected
+
+
+def test_groups_of_another_size_have_no_earlier_choice():
+    dispatcher = fakes(Fake({1000: 1.0, 2000: 1.0}), Fake({1000: 2.0, 2000: 0.95}))
+    dispatcher.choose(SHAPE, "cpu")
+
+    other = replace(SHAPE, prefix_len=2000, num_rows=17)
+
+    assert dispatcher.choose(other, "cpu").backend_name == "b"
+
+
+def test_a_growing_prefix_asks_the_backends_once_per_length_bucket():
+    backend = Fake(dict.fromkeys(range(1024, 1153), 1.0))
+    dispatcher = fakes(backend)
+
+    first, *others = [
+        dispatcher.choose(replace(SHAPE, prefix_len=length), "cpu") for length in range(1024, 1152)
+    ]
+
+    assert all(decision is first for decision in others)
+    assert backend.asked == 1
+
+
+def test_an_explicit_choice_is_kept_whatever_it_costs():
+    dispatcher = fakes(Fake({1000: 1.0}), Fake({1000: 99.0}), choice="b")
+
+    assert dispatcher.choose(SHAPE, "cpu").backend_name == "b"
+
+
+def test_an_explicit_choice_that_cannot_run_raises_with_all_reasons():
+    refusing = Fake({1000: 1.0}, reasons=["too narrow", "too old"])
+
+    with pytest.raises(ValueError, match=r"'a'.*too narrow, too old.*Usable here: b"):
+        fakes(refusing, Fake({1000: 2.0}), choice="a").choose(SHAPE, "cpu")
+
+
+def test_no_usable_backend_raises_with_the_reasons_of_all():
+    backends = Fake({}, reasons=["too narrow"]), Fake({}, reasons=["too old"])
+
+    with pytest.raises(ValueError, match="a: too narrow; b: too old"):
+        fakes(*backends).choose(SHAPE, "cpu")
+
+
+def test_an_unknown_choice_names_the_known_ones():
+    with pytest.raises(ValueError, match="'fast' is unknown; known: auto, cascade, batched_gemm"):
+        Dispatcher("fast", backends=BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("constants", "regime"),
+    [
+        (DeviceConstants(1.0, 1e30, 0.0), "compute"),
+        (DeviceConstants(1e30, 1.0, 0.0), "memory"),
+        (DeviceConstants(1e30, 1e30, 1.0), "launch"),
+    ],
+    ids=["compute", "memory", "launch"],
+)
+def test_the_regime_names_the_bound(constants, regime):
+    dispatcher = Dispatcher("cascade", backends=BACKENDS, constants=constants)
+
+    assert dispatcher.choose(SHAPE, "cpu").regime == regime
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix_len", "expected"),
+    [(1, 128, "per_row"), (1, 4096, "per_row"), (16, 4096, "cascade"), (64, 512, "cascade")],
+)
+def test_a_cpu_shares_from_a_few_rows_on(rows, prefix_len, expected):
+    shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len)
+
+    assert Dispatcher(backends=BACKENDS).choose(shape, "cpu").backend_name == expected

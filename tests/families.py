@@ -1,0 +1,131 @@
+"""Tiny random models of many families, built in process: no hub, no files."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 97
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A config class by name, and what makes it tiny."""
+
+    config_name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=lambda: _COMMON)
+
+    def config(self, **options: Any) -> transformers.PreTrainedConfig:
+        merged = {**self.base, **self.options, **options}
+        return getattr(transformers, self.config_name)(**merged)
+
+    def model(self, *, seed: int = 0, **options: Any) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(self.config(**options)).float().eval()
+
+
+SHARED_PATH: dict[str, Family] = {
+    "llama": Family("LlamaConfig"),
+    "qwen2": Family("Qwen2Config"),
+    "qwen3": Family("Qwen3Config", {"head_dim": 8}),
+    "gemma": Family("GemmaConfig", {"head_dim": 8}),
+    "phi3": Family("Phi3Config", {"sliding_window": None}),
+    "olmo2": Family("Olmo2Config"),
+    "gpt_neox": Family("GPTNeoXConfig"),
+    "gpt2": Family("GPT2Config", base=_GPT2),
+    "opt": Family("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "mixtral": Family(
+        "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    ),
+    "qwen3_moe": Family("Qwen3MoeConfig", {**_MOE, "head_dim": 8}),
+    "starcoder2": Family("Starcoder2Config", {"sliding_window": None}),
+    "granite": Family("GraniteConfig", {"attention_multiplier": 0.2}),
+    "stablelm": Family("StableLmConfig"),
+    "smollm3": Family("SmolLM3Config"),
+    "glm4": Family("Glm4Config", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "cohere": Family("CohereConfig"),
+    "helium": Family("HeliumConfig", {"head_dim": 8}),
+    "nemotron": Family("NemotronConfig"),
+    "phi": Family("PhiConfig"),
+    "persimmon": Family("PersimmonConfig"),
+    "ernie4_5": Family("Ernie4_5Config", {"head_dim": 8}),
+}
+
+DENSE_ROUTE: dict[str, Family] = {
+    "deepseek_v3": Family(
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "diffllama": Family("DiffLlamaConfig"),
+    "jetmoe": Family(
+        "JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
+    ),
+    "bloom": Family("BloomConfig", {"n_layer": 2, "n_head": 4}),
+    "falcon": Family("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_neo": Family(
+        "GPTNeoConfig",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 128,
+        },
+    ),
+}
+
+REFUSED: dict[str, Family] = {
+    "mistral": Family("MistralConfig", {"sliding_window": 8}),
+    "gemma2": Family("Gemma2Config", {"head_dim": 8}),
+    "gemma3": Family("Gemma3TextConfig", {"head_dim": 8}),
+    "gpt_oss": Family("GptOssConfig", {"head_dim": 8, "num_local_experts": 4}),
+    "llama4": Family("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 2}),
+    "cohere2": Family("Cohere2Config", {"head_dim": 8}),
+    "qwen3_next": Family("Qwen3NextConfig", {**_MOE, "head_dim": 8}),
+    "lfm2": Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "mamba2": Family("Mamba2Config", {"num_heads": 8, "head_dim": 8}),
+}
+
+FamilyModel = Callable[[], PreTrainedModel]

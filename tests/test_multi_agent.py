@@ -1,0 +1,364 @@
+import pytest
+import torch
+from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.multi_agent import MultiAgentRunner
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+)
+from transformers.generation import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<eos>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{{ '<bos>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '[' + m['role'] + ']' + m['content'] | trim + '<eos>' }}{% endfor %}"
+)
+# puts a system message into the last user message, so it is at the head of the first turn only
+LAST_USER_SYSTEM = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
+    "{% set ns.system = m['content'] + ' ' %}{% elif loop.last and m['role'] == 'user' %}"
+    "{{ '[user]' + ns.system + m['content'] }}{% else %}{{ '[' + m['role'] + ']' + m['content'] }}"
+    "{% endif %}{% endfor %}"
+)
+SHARED = "The tide table of Vaskelo, in four parts. "
+MESSAGES = {"ann": "When is high water?", "bo": "Why?", "cy": "Who keeps the log of the pumps?"}
+
+
+def byte_tokenizer(chat_template=None):
+    special = ["<pad>", "<bos>", "<eos>", "<|im_start|>"]
+    vocab = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+@pytest.fixture(params=["granikv", "sdpa"])
+def model(request):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_implementation=request.param,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(params=[None, CHATML, NO_SYSTEM], ids=["plain", "chatml", "no_system"])
+def tokenizer(request):
+    return byte_tokenizer(request.param)
+
+
+def plain_ids(tokenizer, shared, conversation):
+    """The ids of a prompt, written down a second time from what the runner's docstring says."""
+    if tokenizer.chat_template is None:
+        head, text = shared, shared + "".join(m["content"] for m in conversation)
+    elif tokenizer.chat_template == CHATML:
+        opening = [{"role": "system", "content": shared}]
+        head = tokenizer.apply_chat_template(opening, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            opening + conversation, tokenize=False, add_generation_prompt=True
+        )
+    else:
+        head = f"<bos>[user]{shared}\n\n"
+        first, *rest = conversation
+        opening = {"role": "user", "content": f"{shared}\n\n{first['content']}"}
+        text = tokenizer.apply_chat_template([opening, *rest], tokenize=False)
+    assert text.startswith(head)
+    rest = tokenizer(text[len(head) :], add_special_tokens=False)["input_ids"]
+    return tokenizer(head, add_special_tokens=False)["input_ids"] + rest
+
+
+def plain_answer(model, ids, **kwargs):
+    kwargs = {"max_new_tokens": 12, "do_sample": False, **kwargs}
+    out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **kwargs)
+    return tuple(out[0, len(ids) :].tolist())
+
+
+def new_runner(model, tokenizer, **kwargs):
+    runner = MultiAgentRunner(model, tokenizer, **kwargs)
+    prefix = runner.share(SHARED)
+    for name in MESSAGES:
+        runner.agent(name, prefix)
+    return runner
+
+
+def test_replies_equal_plain_generate_for_each_agent_alone(model, tokenizer):
+    runner = new_runner(model, tokenizer)
+    replies = runner.run(MESSAGES, max_new_tokens=12, do_sample=False)
+    assert list(replies) == list(MESSAGES)
+    for name, message in MESSAGES.items():
+        ids = plain_ids(tokenizer, SHARED, [{"role": "user", "content": message}])
+        assert replies[name].token_ids == plain_answer(model, ids)
+        assert replies[name].prompt_tokens == len(ids)
+        assert replies[name].text == tokenizer.decode(
+            replies[name].token_ids, skip_special_tokens=True
+        )
+
+
+def test_second_turn_reads_the_history(model, tokenizer):
+    runner = new_runner(model, tokenizer)
+    first = runner.run(MESSAGES, max_new_tokens=12, do_sample=False)
+    second = runner.run({"bo": "And then?", runner.agents["cy"]: "Since when?"}, max_new_tokens=12)
+    for name, message in {"bo": "And then?", "cy": "Since when?"}.items():
+        conversation = [
+            {"role": "user", "content": MESSAGES[name]},
+            {"role": "assistant", "content": first[name].text},
+            {"role": "user", "content": message},
+        ]
+        assert second[name].token_ids == plain_answer(
+            model, plain_ids(tokenizer, SHARED, conversation)
+        )
+        assert [m["content"] for m in runner.agents[name].history[:3]] == [
+            m["content"] for m in conversation
+        ]
+    assert len(runner.agents["ann"].history) == 2
+
+
+def test_instructions_stand_before_the_first_message(model, tokenizer):
+    runner = MultiAgentRunner(model, tokenizer)
+    runner.agent("ann", runner.share(SHARED), "Be brief.")
+    reply = runner.run({"ann": "Why?"}, max_new_tokens=12)["ann"]
+    joined = "Be brief.Why?" if tokenizer.chat_template is None else "Be brief.\n\nWhy?"
+    ids = plain_ids(tokenizer, SHARED, [{"role": "user", "content": joined}])
+    assert reply.token_ids == plain_answer(model, ids)
+
+
+def test_each_prefix_is_its_own_batch(model, tokenizer):
+    runner = MultiAgentRunner(model, tokenizer)
+    texts = {"ann": SHARED, "bo": "Another log, much shorter."}
+    for name, text in texts.items():
+        runner.agent(name, runner.share(text))
+    replies = runner.run({"bo": "Why?", "ann": "Who?"}, max_new_tokens=12)
+    for name, message in {"bo": "Why?", "ann": "Who?"}.items():
+        ids = plain_ids(tokenizer, texts[name], [{"role": "user", "content": message}])
+        assert replies[name].token_ids == plain_answer(model, ids)
+    assert runner.report().num_agents == 2
+
+
+def test_beams_equal_plain_beams_and_leave_times_unknown(model, tokenizer):
+    runner = new_runner(model, tokenizer)
+    replies = runner.run(MESSAGES, max_new_tokens=8, num_beams=3)
+    for name, message in MESSAGES.items():
+        ids = plain_ids(tokenizer, SHARED, [{"role": "user", "content": message}])
+        assert replies[name].token_ids == plain_answer(model, ids, max_new_tokens=8, num_beams=3)
+    assert runner.report().decode_s is None
+    assert "not separated" in str(runner.report())
+
+
+def test_shared_messages_stand_first(model):
+    tokenizer = byte_tokenizer(CHATML)
+    runner = MultiAgentRunner(model, tokenizer)
+    messages = [
+        {"role": "system", "content": "Answer from the log."},
+        {"role": "user", "content": SHARED},
+    ]
+    prefix = runner.share(messages)
+    runner.agent("ann", prefix)
+    reply = runner.run({"ann": "Why?"}, max_new_tokens=12)["ann"]
+    messages[1]["content"] += "\n\nWhy?"
+    ids = tokenizer(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+        add_special_tokens=False,
+    )["input_ids"]
+    assert reply.token_ids == plain_answer(model, ids)
+    assert prefix.token_ids.flatten().tolist() == ids[: prefix.num_tokens]
+
+
+def test_text_leads_the_first_user_message_where_a_system_message_would_move(model):
+    tokenizer = byte_tokenizer(LAST_USER_SYSTEM)
+    runner = MultiAgentRunner(model, tokenizer)
+    prefix = runner.share(SHARED)
+    assert tokenizer.decode(prefix.token_ids.flatten()) == f"[user]{SHARED}\n\n"
+    runner.agent("ann", prefix)
+    for message in ("Why?", "Who?"):
+        runner.run({"ann": message}, max_new_tokens=4)
+
+
+def test_plain_text_gets_the_opening_token_and_no_closing_one(model):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    ids = MultiAgentRunner(model, tokenizer).share("tide").token_ids.flatten().tolist()
+    assert ids == [1, *tokenizer("tide", add_special_tokens=False)["input_ids"]]
+
+
+def test_answer_ends_at_the_end_token(model):
+    tokenizer = byte_tokenizer()
+    runner = new_runner(model, tokenizer)
+    full = runner.run({"ann": "Why?"}, max_new_tokens=12)["ann"]
+    assert full.finish_reason == "length"
+    runner = new_runner(model, tokenizer)
+    end = full.token_ids[4]
+    stopped = runner.run({"ann": "Why?"}, max_new_tokens=12, eos_token_id=[2, end])["ann"]
+    assert stopped.token_ids == full.token_ids[: full.token_ids.index(end) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_a_row_that_a_criterion_stopped_carries_no_pads(model):
+    class FirstRowAfterTwo(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            done = torch.zeros(len(input_ids), dtype=torch.bool)
+            done[0] = True
+            return done
+
+    runner = new_runner(model, byte_tokenizer())
+    replies = runner.run(
+        MESSAGES, max_new_tokens=6, stopping_criteria=StoppingCriteriaList([FirstRowAfterTwo()])
+    )
+    assert [len(reply.token_ids) for reply in replies.values()] == [1, 6, 6]
+    assert [r.finish_reason for r in replies.values()] == ["stop", "length", "length"]
+
+
+def test_generation_config_replaces_the_default_length(model):
+    runner = new_runner(model, byte_tokenizer())
+    config = GenerationConfig(max_new_tokens=3, eos_token_id=-1)
+    assert len(runner.run({"bo": "Why?"}, generation_config=config)["bo"].token_ids) == 3
+
+
+def test_streamer_hears_the_prompt_and_every_step(model):
+    class Steps(BaseStreamer):
+        def __init__(self):
+            self.heard = []
+
+        def put(self, value):
+            self.heard.append(tuple(value.shape))
+
+        def end(self):
+            self.heard.append("end")
+
+    steps = Steps()
+    runner = new_runner(model, byte_tokenizer())
+    replies = runner.run(MESSAGES, max_new_tokens=4, streamer=steps, eos_token_id=-1)
+    width = max(reply.prompt_tokens for reply in replies.values())
+    assert steps.heard == [(3, width), (3,), (3,), (3,), (3,), "end"]
+
+
+def test_report_counts_tokens_steps_and_bytes(model):
+    runner = new_runner(model, byte_tokenizer())
+    assert runner.report().generated_tokens == 0
+    replies = runner.run(MESSAGES, max_new_tokens=5, eos_token_id=-1)
+    report = runner.report()
+    assert report.prefix_tokens == len(SHARED)
+    assert report.suffix_tokens == sum(len(message) for message in MESSAGES.values())
+    assert report.generated_tokens == sum(len(reply.token_ids) for reply in replies.values()) == 15
+    assert (report.decode_steps, report.decoded_tokens) == (4, 12)
+    assert report.suffix_prefill_s + report.decode_s <= report.generate_s
+    assert report.s_per_step == pytest.approx(report.decode_s / 4)
+    assert report.dense_ratio == report.dense_equivalent_bytes / report.held_bytes
+    for word in ("prefix 42 (computed once)", "generated 15", "4 steps", "dense"):
+        assert word in str(report)
+
+
+def test_prefix_is_computed_once(model):
+    seen = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(args[0].numel())
+    )
+    runner = new_runner(model, byte_tokenizer())
+    runner.run(MESSAGES, max_new_tokens=4, eos_token_id=-1)
+    longest = max(map(len, MESSAGES.values()))
+    assert sum(seen) == len(SHARED) + 3 * longest + 3 * 3
+
+
+@pytest.mark.parametrize(
+    ("messages", "kwargs", "text"),
+    [
+        ({}, {}, "no messages"),
+        ({"dee": "Why?"}, {}, "'dee' is unknown; known: ann, bo, cy"),
+        ({"ann": "Why?"}, {"num_return_sequences": 2, "do_sample": True}, "model.generate"),
+        ({"ann": "Why?"}, {CACHE_ARGUMENT: None}, "builds from the messages"),
+        ({"ann": ""}, {}, "no token after the shared text"),
+    ],
+    ids=["empty", "unknown", "many_answers", "own_argument", "no_suffix"],
+)
+def test_what_run_cannot_serve_is_refused(model, messages, kwargs, text):
+    with pytest.raises(ValueError, match=text):
+        new_runner(model, byte_tokenizer()).run(messages, **kwargs)
+
+
+def test_an_agent_is_asked_once(model):
+    runner = new_runner(model, byte_tokenizer())
+    with pytest.raises(ValueError, match="asked twice"):
+        runner.run({"ann": "Why?", runner.agents["ann"]: "Who?"})
+
+
+def test_names_and_prefixes_belong_to_their_runner(model):
+    runner, other = new_runner(model, byte_tokenizer()), new_runner(model, byte_tokenizer())
+    with pytest.raises(ValueError, match="'ann' is there already"):
+        runner.agent("ann", runner.agents["bo"].prefix)
+    with pytest.raises(ValueError, match="does not hold"):
+        runner.agent("dee", other.agents["bo"].prefix)
+    with pytest.raises(ValueError, match="'bo' is unknown"):
+        runner.run({other.agents["bo"]: "Why?"})
+
+
+@pytest.mark.parametrize("content", ["", " \n", [], [{"role": "system", "content": ""}]])
+def test_nothing_to_share_is_refused(model, content):
+    with pytest.raises(ValueError, match="nothing to share"):
+        MultiAgentRunner(model, byte_tokenizer(CHATML)).share(content)
+
+
+def test_messages_without_a_template_are_refused(model):
+    with pytest.raises(ValueError, match="no chat template"):
+        MultiAgentRunner(model, byte_tokenizer()).share([{"role": "user", "content": SHARED}])
+
+
+def test_a_larger_tokenizer_is_refused(model):
+    model.resize_token_embeddings(200)
+    with pytest.raises(ValueError, match="knows 260 tokens, the model embeds 200"):
+        MultiAgentRunner(model, byte_tokenizer())
+
+
+def test_a_prompt_that_lost_its_head_is_refused(model):
+    tokenizer = byte_tokenizer(CHATML)
+    runner = new_runner(model, tokenizer)
+    tokenizer.chat_template = "now " + CHATML
+    with pytest.raises(ValueError, match="share the text as a user message"):
+        runner.run(MESSAGES)
+
+
+def test_a_failing_turn_changes_no_history(model):
+    class Broken(BaseStreamer):
+        def put(self, value):
+            if value.ndim == 1:
+                raise RuntimeError("the caller's screen is gone")
+
+    runner = new_runner(model, byte_tokenizer())
+    first = runner.run(MESSAGES, max_new_tokens=4)
+    history, report = list(runner.agents["ann"].history), runner.report()
+    with pytest.raises(RuntimeError, match="screen"):
+        runner.run(MESSAGES, max_new_tokens=4, streamer=Broken())
+    assert runner.agents["ann"].history == history
+    assert runner.report() is report
+    fresh = new_runner(model, byte_tokenizer())
+    assert fresh.run(MESSAGES, max_new_tokens=4) == first
+    assert runner.run(MESSAGES, max_new_tokens=4) == fresh.run(MESSAGES, max_new_tokens=4)
