@@ -1,5 +1,6 @@
 """The attention function: prefix once per group, suffix per row, merged by log-sum-exp."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -8,12 +9,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_granikv.backends import BACKENDS
+from hf_granikv.backends import BACKENDS, PrefixBackend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.kernels.merge_states import merge_states
-from hf_granikv.kernels.suffix_attention import suffix_attention
+from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask, suffix_attention
 from hf_granikv.lazy import LazyKeyValue
-from hf_granikv.views import AttentionState, GroupShape, LayerStep
+from hf_granikv.views import GroupShape, LayerStep
 
 ATTENTION_NAME = "granikv"
 
@@ -71,7 +72,9 @@ def granikv_attention(
 
 
 def _dense_reasons(step: LayerStep, dropout: float, kwargs: dict[str, Any]) -> list[str]:
-    reasons = [f"{name} is set" for name in ("softcap", "position_bias") if kwargs.get(name) is not None]
+    reasons = [
+        f"{name} is set" for name in ("softcap", "position_bias") if kwargs.get(name) is not None
+    ]
     if dropout:
         reasons.append(f"dropout is {dropout}")
     if step.plan.dense_reason is not None:
@@ -79,41 +82,50 @@ def _dense_reasons(step: LayerStep, dropout: float, kwargs: dict[str, Any]) -> l
     return reasons
 
 
+@dataclass(frozen=True, slots=True)
+class _StepWork:
+    """What attention works out at the first layer of a step and keeps for the others."""
+
+    backend: PrefixBackend | None
+    mask: SuffixMask | None
+
+
 def _shared(query: Tensor, step: LayerStep, scale: float) -> Tensor:
-    states: list[AttentionState] = []
-    if step.plan.shared_len:
-        backend = BACKENDS[_decide(query, step).backend_name]
-        states.append(backend.run(query, step.prefix_keys, step.prefix_values, scale=scale))
-    states.append(
-        suffix_attention(
-            query, step.suffix_keys, step.suffix_values, scale=scale, mask=step.plan.suffix_mask
-        )
+    scratch, key = step.plan.scratch, (query.shape, step.prefix_keys.shape[0], query.dtype)
+    work = scratch.get(key)
+    if work is None:
+        work = scratch[key] = _prepare(query, step, is_first=not scratch)
+    state = suffix_attention(
+        query, step.suffix_keys, step.suffix_values, scale=scale, mask=work.mask
     )
-    out = merge_states(states).out
-    return out.transpose(1, 2).to(query.dtype).contiguous()
+    if work.backend is not None:
+        shared = work.backend.run(query, step.prefix_keys, step.prefix_values, scale=scale)
+        state = merge_states([shared, state])
+    return state.out.transpose(1, 2).to(query.dtype).contiguous()
 
 
-def _decide(query: Tensor, step: LayerStep) -> Decision:
+def _prepare(query: Tensor, step: LayerStep, *, is_first: bool) -> _StepWork:
     plan, keys = step.plan, step.prefix_keys
+    mask = None
+    if plan.suffix_mask is not None:
+        mask = prepare_mask(plan.suffix_mask, query.dtype)
+    if not plan.shared_len:
+        return _StepWork(None, mask)
     num_rows, num_q_heads, q_len, head_dim = query.shape
     num_kv_heads, prefix_len, _ = keys.shape
-    key = (num_q_heads, num_kv_heads, head_dim)
-    decision: Decision | None = plan.scratch.get(key)
-    if decision is None:
-        shape = GroupShape(
-            num_rows=num_rows,
-            q_len=q_len,
-            prefix_len=prefix_len,
-            num_kv_heads=num_kv_heads,
-            gqa_ratio=num_q_heads // num_kv_heads,
-            head_dim=head_dim,
-            dtype_bytes=keys.element_size(),
-        )
-        decision = _dispatcher(plan.dispatch).choose(shape, keys.device.type)
-        if not plan.scratch:
-            plan.journal.note_backend(decision.backend_name, _described(shape, decision))
-        plan.scratch[key] = decision
-    return decision
+    shape = GroupShape(
+        num_rows=num_rows,
+        q_len=q_len,
+        prefix_len=prefix_len,
+        num_kv_heads=num_kv_heads,
+        gqa_ratio=num_q_heads // num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=keys.element_size(),
+    )
+    decision = _dispatcher(plan.dispatch).choose(shape, keys.device.type)
+    if is_first:
+        plan.journal.note_backend(decision.backend_name, _described(shape, decision))
+    return _StepWork(BACKENDS[decision.backend_name], mask)
 
 
 @lru_cache(maxsize=None)

@@ -3,7 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+
+from hf_granikv import __version__
+from hf_granikv.demo import run_demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="granikv",
         description="One shared prefix for many agents, in Hugging Face transformers.",
     )
-    parser.add_argument("--version", action="version", version=f"granikv {_version()}")
+    parser.add_argument("--version", action="version", version=f"granikv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser(
         "demo",
@@ -39,9 +41,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
-    # torch and transformers take seconds to import, and --help should not
-    from hf_granikv.demo import run_demo
-
     try:
         is_same = run_demo(arguments.model, arguments.device, arguments.max_new_tokens)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -55,13 +54,6 @@ def _positive(text: str) -> int:
     if value < 2:
         raise argparse.ArgumentTypeError(f"{text} is too few; give 2 or more")
     return value
-
-
-def _version() -> str:
-    try:
-        return metadata.version("hf-granikv")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

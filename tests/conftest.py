@@ -1,0 +1,55 @@
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from families import DENSE_ROUTE, REFUSED, SHARED_PATH
+from hypothesis import settings
+from transformers import PreTrainedModel
+
+# tiny tensors: threads only cost here, and one thread makes sums reproducible
+torch.set_num_threads(1)
+settings.register_profile(
+    "hf_granikv", deadline=None, derandomize=True, max_examples=60, stateful_step_count=25
+)
+settings.load_profile("hf_granikv")
+
+POISONED_ROOMS = {"pools", "kernels"}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that was never written shows up as NaN, in the rooms that handle memory."""
+    if POISONED_ROOMS & set(request.path.parts):
+        for name in ("empty", "empty_like", "empty_strided"):
+            monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    return poisoned
+
+
+@cache
+def _shared_model(name: str, attention: str, **options: object) -> PreTrainedModel:
+    families = {**SHARED_PATH, **DENSE_ROUTE, **REFUSED}
+    # seeded by the family, so that all attentions of one family have the same weights
+    return families[name].model(attn_implementation=attention, **options)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., PreTrainedModel]:
+    """`tiny_model(family, attention="granikv", **options)`, built once; never change its weights."""
+
+    def build(name: str, attention: str = "granikv", **options: object) -> PreTrainedModel:
+        return _shared_model(name, attention, **options)
+
+    return build

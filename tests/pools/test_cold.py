@@ -1,0 +1,319 @@
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.pools import ColdPool
+
+NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 3
+TOKEN_BYTES = 2 * NUM_LAYERS * NUM_HEADS * HEAD_DIM * 4
+
+Rows = list[list[int]]
+
+
+def planted(token_ids: list[int] | np.ndarray, layer_idx: int) -> Tensor:
+    """Gives `[num_tokens, heads, head_dim]` numbers that tell token, layer, head and place."""
+    place = torch.arange(NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM) / 16
+    return torch.tensor(token_ids, dtype=torch.float32).view(-1, 1, 1) + place + 4096 * layer_idx
+
+
+@dataclass
+class PlantedPool:
+    """A pool beside a list of what each row must read."""
+
+    pool: ColdPool
+    rows: Rows = field(default_factory=list)
+    next_token: int = 1
+
+    def begin(self, num_rows: int) -> None:
+        self.pool.begin(num_rows)
+        self.rows = [[] for _ in range(num_rows)]
+
+    def write(self, owned: np.ndarray, *, num_layers: int = NUM_LAYERS) -> None:
+        """Stores a new token wherever `owned` is True; every other column is NaN."""
+        token_ids = np.full(owned.shape, np.nan)
+        new = np.arange(self.next_token, self.next_token + owned.sum())
+        token_ids[owned] = new
+        source = None if owned.all() else np.flatnonzero(owned)
+        write = self.pool.extend(owned.sum(1), source, torch.device("cpu"))
+        for layer_idx in range(num_layers):
+            keys = planted(token_ids.reshape(-1), layer_idx).view(*owned.shape, NUM_HEADS, HEAD_DIM)
+            self.pool.write(layer_idx, write, keys.transpose(1, 2), -keys.transpose(1, 2))
+        self.next_token += len(new)
+        for row, row_ids in enumerate(token_ids):
+            self.rows[row] += [int(t) for t in row_ids[~np.isnan(row_ids)]]
+
+    def append(self, *counts: int) -> None:
+        """Stores `counts[i]` new tokens per row, behind pads where rows differ."""
+        self.write(np.arange(max(counts)) >= max(counts) - np.array(counts)[:, None])
+
+    def truncate(self, counts: list[int]) -> None:
+        self.pool.truncate(np.array(counts, dtype=np.int64))
+        self.rows = [row[: len(row) - n] for row, n in zip(self.rows, counts, strict=True)]
+
+    def select(self, order: list[int]) -> None:
+        self.pool.select(order)
+        self.rows = [list(self.rows[i]) for i in order]
+
+    def fork(self) -> "PlantedPool":
+        return PlantedPool(self.pool.copy(), [list(row) for row in self.rows], self.next_token)
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        table, live = self.pool.table, {token for row in self.rows for token in row}
+        assert table.lengths.tolist() == [len(row) for row in self.rows]
+        assert self.pool.num_tokens == len(live)
+        owners = {
+            (slot, token)
+            for i, row in enumerate(self.rows)
+            for slot, token in zip(table.row(i).tolist(), row, strict=True)
+        }
+        # one slot per token and one token per slot: none is doubled or seen by a stranger
+        assert len(owners) == len(live) == len({slot for slot, _ in owners})
+        if live:
+            self.check_content(0)
+            self.check_content(NUM_LAYERS - 1)
+
+    def check_content(self, layer_idx: int) -> None:
+        keys, values = self.pool.read(layer_idx)
+        longest = max(map(len, self.rows))
+        assert keys.shape == values.shape == (len(self.rows), NUM_HEADS, longest, HEAD_DIM)
+        # weights of hidden tokens are zero, and zero times NaN is NaN
+        assert keys.isfinite().all()
+        assert values.isfinite().all()
+        for row, expected in enumerate(self.rows):
+            want = planted(expected, layer_idx).transpose(0, 1)
+            assert torch.equal(keys[row, :, : len(expected)], want)
+            assert torch.equal(values[row, :, : len(expected)], -want)
+
+
+def pool_of(*lengths: int, limit: int | None = None) -> PlantedPool:
+    held = PlantedPool(ColdPool(NUM_LAYERS, limit=limit))
+    held.begin(len(lengths))
+    held.append(*lengths)
+    return held
+
+
+def storage_ptr(held: PlantedPool) -> int:
+    return held.pool.read(0)[0].untyped_storage().data_ptr()
+
+
+def test_rows_of_similar_length_are_read_without_a_gather() -> None:
+    held = pool_of(5, 7, 6)
+    first, second = held.pool.read(0)[0], held.pool.read(0)[0]
+    assert first.data_ptr() == second.data_ptr()
+    assert held.pool.num_bytes == 4 * first.untyped_storage().nbytes() + held.pool.table.nbytes
+
+
+def test_pads_own_no_slot() -> None:
+    held = pool_of(5, 1, 3)
+    assert held.pool.num_tokens == 9
+    held.check()
+
+
+def test_one_long_row_does_not_make_the_others_hold_its_length() -> None:
+    held = pool_of(1000, 1, 1, 1, 1, 1, 1, 1)
+    held.check()
+    assert held.pool.num_slots < 1100
+
+
+def test_rows_grow_in_place_while_there_is_room() -> None:
+    held = pool_of(4, 4)
+    before = storage_ptr(held)
+    held.append(1, 1)
+    held.append(3, 2)
+    assert storage_ptr(held) == before
+    held.check()
+
+
+def test_growth_is_amortised() -> None:
+    held, sizes = pool_of(1, 1), set()
+    for _ in range(2000):
+        held.append(1, 1)
+        sizes.add(held.pool.num_slots)
+    held.check()
+    assert len(sizes) < 200
+    assert held.pool.num_slots < 2 * 2001 * 1.05
+
+
+def test_scattered_growth_is_amortised() -> None:
+    held, sizes = pool_of(1, 1), set()
+    held.select([1, 0])
+    for _ in range(500):
+        held.append(1, 1)
+        sizes.add(held.pool.num_slots)
+    held.check()
+    assert len(sizes) < 60
+    assert held.pool.num_slots < 2 * 501 * 1.2
+
+
+def test_reordering_copies_nothing() -> None:
+    held = pool_of(4, 4, 4)
+    before, num_bytes = storage_ptr(held), held.pool.num_bytes - held.pool.table.nbytes
+    storages = [t.untyped_storage().data_ptr() for t in held.pool._keys if t is not None]
+    held.select([2, 2, 0])
+    assert [t.untyped_storage().data_ptr() for t in held.pool._keys if t is not None] == storages
+    assert storages[0] == before
+    assert held.pool.num_bytes - held.pool.table.nbytes == num_bytes
+    held.check()
+
+
+def test_beams_share_slots_until_they_differ() -> None:
+    held = pool_of(6)
+    held.select([0, 0, 0])
+    assert held.pool.num_tokens == 6
+    held.append(1, 1, 1)
+    assert held.pool.num_tokens == 9
+    held.select([1, 1, 1])
+    assert held.pool.num_tokens == 7
+    held.check()
+
+
+def test_slots_of_dropped_beams_serve_the_next_tokens() -> None:
+    held = pool_of(6)
+    held.select([0, 0, 0])
+    held.append(1, 1, 1)
+    num_slots = held.pool.num_slots
+    for best in (0, 2, 1, 0, 2, 1):
+        held.select([best] * 3)
+        held.append(1, 1, 1)
+    assert held.pool.num_slots <= num_slots * 1.125 + 1
+    held.check()
+
+
+def test_truncated_slots_are_free_at_once() -> None:
+    held = pool_of(6, 6)
+    num_slots = held.pool.num_slots
+    held.truncate([4, 0])
+    assert held.pool.num_tokens == 8
+    held.append(4, 0)
+    assert held.pool.num_slots == num_slots
+    held.check()
+
+
+def test_starting_a_batch_frees_the_one_before() -> None:
+    held = pool_of(9, 9)
+    num_slots = held.pool.num_slots
+    held.begin(2)
+    assert held.pool.num_tokens == 0
+    held.append(9, 9)
+    assert held.pool.num_slots == num_slots
+    held.check()
+
+
+def test_release_gives_the_memory_back() -> None:
+    held = pool_of(9, 9)
+    held.pool.release()
+    held.rows = []
+    assert (held.pool.num_slots, held.pool.num_bytes, held.pool.peak_bytes) == (0, 0, 0)
+    held.check()
+
+
+def test_a_token_costs_its_keys_and_values_in_every_layer() -> None:
+    assert pool_of(3).pool.bytes_per_token == TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    "lengths", [(4, 4, 4), (10, 1, 1), (1, 10, 1), (12, 0, 0)], ids=lambda ls: "-".join(map(str, ls))
+)
+def test_a_limit_can_be_used_to_the_last_slot(lengths: tuple[int, ...]) -> None:
+    held = pool_of(*lengths, limit=12)
+    held.check()
+    assert held.pool.num_slots == held.pool.num_tokens == 12
+
+
+def test_a_full_pool_says_so_before_it_changes_anything() -> None:
+    held = pool_of(5, 3, limit=10)
+    before = (storage_ptr(held), held.pool.num_bytes, held.pool.num_slots, held.pool.num_tokens)
+    with pytest.raises(ColdPoolFullError, match=r"2 free slots of cold_slots=10, 3 needed; raise"):
+        held.append(1, 2)
+    after = (storage_ptr(held), held.pool.num_bytes, held.pool.num_slots, held.pool.num_tokens)
+    assert after == before
+    held.check()
+    held.append(2, 0)
+    held.check()
+
+
+def test_room_is_reckoned_without_the_rows_that_are_replaced() -> None:
+    pool = pool_of(5, 3, limit=10).pool
+    pool.check_room(10, replacing=True)
+    with pytest.raises(ColdPoolFullError, match="10 free slots of cold_slots=10, 11 needed"):
+        pool.check_room(11, replacing=True)
+
+
+class ColdWalk(RuleBasedStateMachine):
+    """Random life of a pool; forks stay under watch while the walk goes on with one of them."""
+
+    @initialize(limit=st.one_of(st.none(), st.integers(1, 80)), num_rows=st.integers(1, 5))
+    def start(self, limit: int | None, num_rows: int) -> None:
+        self.held = PlantedPool(ColdPool(NUM_LAYERS, limit=limit))
+        self.held.begin(num_rows)
+        self.others: list[PlantedPool] = []
+
+    @rule(num_rows=st.integers(1, 6))
+    def begin(self, num_rows: int) -> None:
+        self.held.begin(num_rows)
+
+    @precondition(lambda self: self.held.rows)
+    @rule(data=st.data(), q_len=st.sampled_from([1, 1, 2, 5, 20]))
+    def write(self, data: st.DataObject, q_len: int) -> None:
+        size = len(self.held.rows) * q_len
+        is_even = data.draw(st.booleans())
+        bits = [True] * size
+        if not is_even:
+            bits = data.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+        owned = np.array(bits).reshape(-1, q_len)
+        limit, live = self.held.pool.limit, self.held.pool.num_tokens
+        if limit is None or live + owned.sum() <= limit:
+            num_layers = data.draw(st.sampled_from([NUM_LAYERS] * 4 + [1]))
+            self.held.write(owned, num_layers=num_layers)
+            if num_layers < NUM_LAYERS:
+                self.held.truncate(owned.sum(1).tolist())
+        else:
+            before = self.held.pool.num_slots, self.held.next_token
+            with pytest.raises(ColdPoolFullError):
+                self.held.write(owned)
+            assert (self.held.pool.num_slots, self.held.next_token) == before
+
+    @precondition(lambda self: self.held.rows)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        self.held.truncate([data.draw(st.integers(0, len(row))) for row in self.held.rows])
+
+    @precondition(lambda self: self.held.rows)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        rows = st.sampled_from(range(len(self.held.rows)))
+        self.held.select(data.draw(st.lists(rows, min_size=1, max_size=6)))
+
+    @rule(goes_on_with_the_fork=st.booleans())
+    def fork(self, goes_on_with_the_fork: bool) -> None:
+        twin = self.held.fork()
+        if goes_on_with_the_fork:
+            self.held, twin = twin, self.held
+        self.others = [*self.others[-2:], twin]
+
+    @rule()
+    def release(self) -> None:
+        self.held.pool.release()
+        self.held.rows = []
+        assert self.held.pool.num_bytes == 0
+
+    @invariant()
+    def every_row_reads_exactly_its_own_tokens(self) -> None:
+        self.held.check()
+        limit, num_slots = self.held.pool.limit, self.held.pool.num_slots
+        assert limit is None or num_slots <= limit
+
+    @invariant()
+    def forks_are_untouched(self) -> None:
+        for other in self.others:
+            other.check()
+
+
+TestColdWalk = ColdWalk.TestCase

@@ -1,0 +1,299 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import SHARED_PATH
+from prompts import (
+    PAD_ID,
+    PREFIX,
+    SUFFIX_LENGTHS,
+    alone,
+    cached,
+    left_padded,
+    middle_padded,
+    new_tokens,
+    prefilled,
+    prefix_ids,
+    right_padded,
+    suffix_only,
+    suffixes,
+    tokens,
+    whole,
+)
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_granikv import AsymmetricPagedCache
+from hf_granikv.errors import UnannouncedForwardError
+
+P = len(PREFIX)
+RAGGED = suffixes(*SUFFIX_LENGTHS)
+EVEN = suffixes(4, 4)
+Inputs = dict[str, Any]
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def cache(model: PreTrainedModel) -> AsymmetricPagedCache:
+    return prefilled(model)
+
+
+def scattered_pads(rows: list[list[int]]) -> Inputs:
+    """Puts a pad before, and another behind, the first token of every suffix that has one."""
+    padded = [[PAD_ID, *row[:1], PAD_ID, *row[1:]] for row in rows]
+    masks = [[0, *[1] * len(row[:1]), 0, *[1] * len(row[1:])] for row in rows]
+    inputs = left_padded(whole(padded))
+    inputs["attention_mask"] = left_padded([[1] * P + mask for mask in masks])["input_ids"]
+    return inputs
+
+
+def from_the_middle_of_the_prefix(rows: list[list[int]]) -> Inputs:
+    full = middle_padded(rows)
+    return {**full, "input_ids": full["input_ids"][:, 7:]}
+
+
+def retyped(inputs: Inputs, ids: torch.dtype, mask: torch.dtype) -> Inputs:
+    return {"input_ids": inputs["input_ids"].to(ids), "attention_mask": inputs["attention_mask"].to(mask)}
+
+
+LAYOUTS: dict[str, tuple[list[list[int]], Callable[[list[list[int]]], Inputs]]] = {
+    "left_padded": (RAGGED, lambda rows: left_padded(whole(rows))),
+    "left_padded_with_common_pads": (RAGGED, lambda rows: left_padded(whole(rows), extra=3)),
+    "suffix_ids_and_full_mask": (suffixes(3, 7, 1), suffix_only),
+    "suffix_ids_and_full_mask_with_an_exact_prefix": (RAGGED, suffix_only),
+    "pads_in_the_middle": (RAGGED, middle_padded),
+    "pads_anywhere": (suffixes(3, 7, 5), scattered_pads),
+    "right_padded": (RAGGED, lambda rows: right_padded(whole(rows))),
+    "ids_from_the_middle_of_the_prefix": (RAGGED, from_the_middle_of_the_prefix),
+    "only_exact_prefixes": ([[], []], lambda rows: left_padded(whole(rows))),
+    "one_exact_prefix": ([[]], lambda rows: left_padded(whole(rows))),
+    "whole_ids_without_a_mask": (EVEN, lambda rows: {"input_ids": torch.tensor(whole(rows))}),
+    "suffix_ids_and_a_mask_of_ones": (EVEN, suffix_only),
+    "int32_ids_and_bool_mask": (
+        RAGGED,
+        lambda rows: retyped(left_padded(whole(rows)), torch.int32, torch.bool),
+    ),
+    "float_mask": (RAGGED, lambda rows: retyped(left_padded(whole(rows)), torch.int64, torch.float32)),
+    "pad_ids_that_are_tokens": (
+        [[PAD_ID, 5, PAD_ID], [8, PAD_ID]],
+        lambda rows: left_padded(whole(rows)),
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("attention", ["granikv", "eager"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_tokens_of_each_row_alone(
+    tiny_model: Callable[..., PreTrainedModel], layout: str, attention: str
+) -> None:
+    model, (rows, lay_out) = tiny_model("llama", attention), LAYOUTS[layout]
+    cache = prefilled(model)
+    assert new_tokens(model, lay_out(rows), **cached(cache)) == alone(model, whole(rows))
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("lengths", [(0, 4), (0,), (3, 1)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_prefix_of_one_token_is_served(
+    tiny_model: Callable[..., PreTrainedModel], family: str, lengths: tuple[int, ...]
+) -> None:
+    model = tiny_model(family)
+    rows = whole(suffixes(*lengths), PREFIX[:1])
+    got = new_tokens(model, left_padded(rows), **cached(prefilled(model, PREFIX[:1])))
+    assert got == alone(model, rows)
+
+
+def test_a_prefix_may_contain_the_pad_id(model: PreTrainedModel) -> None:
+    prefix = [PAD_ID, *PREFIX[:5], PAD_ID, PAD_ID]
+    rows = whole(suffixes(2, 0, 4), prefix)
+    got = new_tokens(model, left_padded(rows), **cached(prefilled(model, prefix)))
+    want = alone(model, [])
+    for row in rows:
+        mask = torch.ones(1, len(row), dtype=torch.int64)
+        inputs = {"input_ids": torch.tensor([row]), "attention_mask": mask}
+        want += new_tokens(model, inputs, use_cache=False)
+    assert got == want
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["whole", "suffix"])
+def test_embeddings_give_the_tokens_of_their_ids(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, is_whole: bool
+) -> None:
+    rows = suffixes(3, 7, 5)
+    inputs = left_padded(whole(rows)) if is_whole else suffix_only(rows)
+    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    out = model.generate(
+        inputs_embeds=embeds, **inputs, max_new_tokens=10, do_sample=False, **cached(cache)
+    )
+    assert out.tolist() == alone(model, whole(rows))
+
+
+# ---- inputs that cannot mean anything right
+
+
+def replaced(row: list[int], at: int) -> list[int]:
+    return [*row[:at], row[at] % 90 + 3, *row[at + 1 :]]
+
+
+def with_one_wrong(row: int, at: int) -> Inputs:
+    rows = whole(suffixes(3, 7, 5))
+    rows[row] = replaced(rows[row], at)
+    return left_padded(rows)
+
+
+def contradiction(row: int, at: int) -> str:
+    wrong = replaced(PREFIX, at)[at]
+    return f"row {row} has token {wrong} at position {at}, the prefix has {PREFIX[at]} there"
+
+
+def two_rows(**kwargs: Any) -> Inputs:
+    return {**left_padded(whole(suffixes(3, 7))), **kwargs}
+
+
+LOST = tokens(27, seed=9)
+BAD_INPUTS: dict[str, tuple[Inputs, str]] = {
+    "short_suffix_without_mask": (
+        {"input_ids": torch.tensor([LOST[:5]])},
+        f"row 0 has token {LOST[0]} at position 0, the prefix has {PREFIX[0]} there",
+    ),
+    "long_suffix_without_mask": (
+        {"input_ids": torch.tensor([LOST])},
+        f"row 0 has token {LOST[0]} at position 0, the prefix has {PREFIX[0]} there",
+    ),
+    "shorter_than_the_prefix": (
+        {"input_ids": torch.tensor([PREFIX[:12]])},
+        "row 0 has 12 tokens, fewer than the 20 of the prefix",
+    ),
+    "one_row_shorter_than_the_prefix": (
+        left_padded([*whole(suffixes(3)), PREFIX[:19]]),
+        "row 1 has 19 tokens, fewer than the 20 of the prefix",
+    ),
+    "first_token_in_a_padded_row": (with_one_wrong(0, 0), contradiction(0, 0)),
+    "last_token_in_a_padded_row": (with_one_wrong(2, P - 1), contradiction(2, P - 1)),
+    "first_token_in_the_longest_row": (with_one_wrong(1, 0), contradiction(1, 0)),
+    "last_token_in_the_longest_row": (with_one_wrong(1, P - 1), contradiction(1, P - 1)),
+    "no_cache_wanted": (two_rows(use_cache=False), "use_cache=False was given"),
+    "mask_for_other_rows": (
+        two_rows(attention_mask=torch.ones(3, P + 7, dtype=torch.int64)),
+        r"attention_mask is \(3, 27\) for 2 rows of 27 tokens",
+    ),
+    "mask_of_four_dimensions": (
+        two_rows(attention_mask=torch.ones(2, 1, P + 7, P + 7, dtype=torch.bool)),
+        "attention_mask has 4 dimensions",
+    ),
+    "mask_that_takes_unknown_rows_for_granted": (
+        {
+            "input_ids": torch.tensor([tokens(2, seed=1)]),
+            "attention_mask": torch.ones(1, 99, dtype=torch.int64),
+        },
+        r"97 tokens of row 0 before the 2 new columns, the cache holds \d+",
+    ),
+    "prompts_cut_into_chunks": (two_rows(prefill_chunk_size=7), "Leave prefill_chunk_size unset"),
+    "embeddings_of_the_suffix_without_mask": (
+        {"inputs_embeds": torch.randn(1, 5, 32)},
+        "row 0 has 5 tokens, fewer than the 20",
+    ),
+}
+
+
+def observed(cache: AsymmetricPagedCache) -> tuple[Any, ...]:
+    cache.check_integrity()
+    return cache.stats(), [layer.get_seq_length() for layer in cache.layers], cache.batch_size
+
+
+def assert_refused(
+    cache: AsymmetricPagedCache,
+    owner: PreTrainedModel,
+    call: Callable[[], Any],
+    error: type[Exception] | tuple[type[Exception], ...],
+    match: str,
+    culprit: nn.Module | None = None,
+) -> None:
+    """Checks that `call` fails before any forward ends, and leaves the cache as it was."""
+    before, finished = observed(cache), []
+    hook = (culprit or owner).register_forward_hook(lambda *_: finished.append(1))
+    try:
+        with pytest.raises(error, match=match):
+            call()
+    finally:
+        hook.remove()
+    assert not finished
+    assert observed(cache) == before
+    good = left_padded(whole(RAGGED))
+    assert new_tokens(owner, good, **cached(cache)) == alone(owner, whole(RAGGED))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_a_generate_call_that_means_nothing_right_is_refused(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, name: str, is_used: bool
+) -> None:
+    if is_used:
+        new_tokens(model, left_padded(whole(suffixes(2, 6))), num_new=3, **cached(cache))
+    inputs, message = BAD_INPUTS[name]
+
+    def call() -> Any:
+        return model.generate(**inputs, **cached(cache), max_new_tokens=3, do_sample=False)
+
+    assert_refused(cache, model, call, ValueError, message)
+
+
+def test_a_mask_narrower_than_its_ids_is_refused(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
+    inputs = two_rows(attention_mask=torch.ones(2, P, dtype=torch.int64))
+
+    def call() -> Any:
+        return model.generate(**inputs, **cached(cache), max_new_tokens=3)
+
+    # transformers itself trips over some of these
+    assert_refused(cache, model, call, (ValueError, RuntimeError, IndexError), "")
+
+
+BAD_FORWARDS: dict[str, tuple[Inputs, str]] = {
+    "mask_over_the_new_tokens_only": (
+        {"input_ids": torch.tensor(EVEN), "attention_mask": torch.ones(2, 4, dtype=torch.int64)},
+        r"shows 0 tokens of row 0 before the 4 new columns, the cache holds \d+ \(20 of the prefix",
+    ),
+    "mask_narrower_than_the_ids": (
+        {"input_ids": torch.tensor(EVEN), "attention_mask": torch.ones(2, 3, dtype=torch.int64)},
+        r"attention_mask is \(2, 3\) for 2 rows of 4 tokens",
+    ),
+    "mask_for_other_rows": (
+        {"input_ids": torch.tensor(EVEN), "attention_mask": torch.ones(3, P + 4, dtype=torch.int64)},
+        r"attention_mask is \(3, 24\) for 2 rows of 4 tokens",
+    ),
+    "mask_that_hides_a_prefix_token": (
+        {
+            "input_ids": torch.tensor(EVEN),
+            "attention_mask": torch.tensor([[1] * (P + 4), [0] + [1] * (P + 3)]),
+        },
+        r"shows 19 tokens of row 1 before the 4 new columns, the cache holds 20",
+    ),
+    "no_cache_wanted": ({"input_ids": torch.tensor(EVEN), "use_cache": False}, "use_cache=False"),
+    "no_inputs": ({}, "neither input_ids nor inputs_embeds"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FORWARDS)
+def test_a_forward_that_means_nothing_right_is_refused(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, name: str
+) -> None:
+    inputs, message = BAD_FORWARDS[name]
+    assert_refused(cache, model, lambda: model(**inputs, **cached(cache)), ValueError, message)
+
+
+def test_a_forward_with_other_rows_than_those_held_is_refused(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
+    model(input_ids=torch.tensor(EVEN), **cached(cache))
+    ids = torch.tensor(suffixes(1, 1, 1))
+    message = "the forward has 3 rows, the cache holds 2"
+    assert_refused(cache, model, lambda: model(input_ids=ids, **cached(cache)), ValueError, message)
