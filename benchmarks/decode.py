@@ -98,9 +98,13 @@ def report(
     rows: list[Row] = []
     summary: dict[str, object] = {"bench": "decode", "workload": workload}
     ours = measured("decode", "", workload, "step", "ms", [s * 1e3 for s in seconds[peers[0].name]])
-    print(f"\n{workload}\n{'peer':<22}{'ms/step':>10}{'p20':>9}{'p80':>9}{'x':>8}{'MB':>9}{'RSS+MB':>9}")
+    print(
+        f"\n{workload}\n{'peer':<22}{'ms/step':>10}{'p20':>9}{'p80':>9}{'x':>8}{'MB':>9}{'RSS+MB':>9}"
+    )
     for peer in peers:
-        row = measured("decode", peer.name, workload, "step", "ms", [s * 1e3 for s in seconds[peer.name]])
+        row = measured(
+            "decode", peer.name, workload, "step", "ms", [s * 1e3 for s in seconds[peer.name]]
+        )
         held = peer.bytes_held()
         rows += [row, measured("decode", peer.name, workload, "held", "bytes", [held])]
         ratio = row.value / ours.value

@@ -121,7 +121,8 @@ class GranikvPerRow(Granikv):
 
 
 PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Granikv, Static, Dynamic, GranikvCascade, GranikvGemm, GranikvPerRow)
+    peer.name: peer
+    for peer in (Granikv, Static, Dynamic, GranikvCascade, GranikvGemm, GranikvPerRow)
 }
 
 

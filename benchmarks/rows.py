@@ -27,7 +27,9 @@ class Row:
     p80: float
 
 
-def measured(bench: str, peer: str, workload: str, metric: str, unit: str, values: list[float]) -> Row:
+def measured(
+    bench: str, peer: str, workload: str, metric: str, unit: str, values: list[float]
+) -> Row:
     """A row from repeated measurements."""
     if len(values) == 1:
         values = values * 2

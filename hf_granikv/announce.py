@@ -6,6 +6,7 @@ function per model object, whatever the number of caches, and leaves every other
 """
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +42,7 @@ def announce_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Hands the arguments of a forward pass to the cache in them, which may rewrite them."""
     if args:
-        names = forward_parameters(type(module))
+        names = forward_parameters(module)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = kwargs.get("cache")
     if cache is None:
@@ -53,7 +54,11 @@ def announce_forward(
     return None if rewritten is None else ((), rewritten)
 
 
-@lru_cache(maxsize=64)
-def forward_parameters(model_type: type[nn.Module]) -> tuple[str, ...]:
+def forward_parameters(module: nn.Module) -> tuple[str, ...]:
     """Names of the parameters of a model's `forward`, in order."""
-    return tuple(inspect.signature(model_type.forward).parameters)[1:]
+    return _forward_parameters(type(module).forward)
+
+
+@lru_cache(maxsize=64)
+def _forward_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]

@@ -1,7 +1,7 @@
 """The attention function: prefix once per group, suffix per row, merged by log-sum-exp."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def _prepare(query: Tensor, step: LayerStep, *, is_first: bool) -> _StepWork:
     return _StepWork(BACKENDS[decision.backend_name], mask)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dispatcher(choice: str) -> Dispatcher:
     return Dispatcher(choice, backends=BACKENDS)
 

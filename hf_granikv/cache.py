@@ -6,96 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-)
+from transformers.cache_utils import Cache
 
 from hf_granikv.announce import attach_hook, forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.config import CacheOptions
 from hf_granikv.inputs import read_forward, read_generation
-from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.layer import AsymmetricPagedLayer
+from hf_granikv.layer_kinds import column_window, num_servable_layers
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.state import CacheState
-from hf_granikv.views import CacheStats, LayerStep
-
-
-class AsymmetricPagedLayer(CacheLayerMixin):
-    """One layer's face to transformers; what it holds lies in the pools that all layers share."""
-
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, layer_idx: int, state: CacheState) -> None:
-        super().__init__()
-        self.layer_idx = layer_idx
-        self._state = state
-        self._step_id = state.step_id
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the pools allocate when the first tokens are written."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Stores the new tokens of this layer.
-
-        Args:
-            key_states: `[num_rows, num_kv_heads, q_len, head_dim]`.
-            value_states: Likewise.
-            args: Ignored; transformers versions pass different extras.
-            kwargs: Ignored likewise.
-
-        Returns:
-            All keys and values, `[num_rows, num_kv_heads, kv_len, head_dim]`: lazy ones if there
-            is a prefix, else views of the pool that are valid until the next forward.
-
-        Raises:
-            ValueError: If heads, dtype or rows differ from what the cache holds.
-            ColdPoolFullError: If the pool may not grow; nothing has been written then.
-        """
-        state, layer_idx = self._state, self.layer_idx
-        prefix = state.prefix
-        if prefix is not None:
-            _check_same_kind(key_states, prefix.keys[layer_idx], "keys", layer_idx)
-            _check_same_kind(value_states, prefix.values[layer_idx], "values", layer_idx)
-        is_first = state.is_staged or self._step_id == state.step_id
-        step = state.begin_step(key_states) if is_first else state.current_step()
-        self._step_id = state.step_id
-        state.write(layer_idx, key_states, value_states)
-        if prefix is None:
-            if state.num_columns == step.plan.q_len:
-                return key_states, value_states
-            return state.cold.read(layer_idx)
-        keys, values = prefix.keys[layer_idx], prefix.values[layer_idx]
-        if state.shared_len < prefix.num_tokens:
-            keys, values = keys[:, : state.shared_len], values[:, : state.shared_len]
-        layer_step = LayerStep(layer_idx, step.plan, keys, values, *state.cold.read(layer_idx))
-        return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
-
-    def get_seq_length(self) -> int:
-        """Columns held: of the prefix and since."""
-        return self._state.seq_length(self._step_id)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the attention mask."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: there is no maximum."""
-        return -1
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refuses: all layers share their rows."""
-        raise NotImplementedError("all layers share their rows; call reorder_cache on the cache.")
-
-    def reset(self) -> None:
-        """Refuses likewise."""
-        raise NotImplementedError("all layers share their rows; call reset on the cache.")
+from hf_granikv.views import CacheStats
 
 
 class AsymmetricPagedCache(Cache):
@@ -130,8 +51,8 @@ class AsymmetricPagedCache(Cache):
         cold_slots: int | None = None,
     ) -> None:
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
-        num_layers = _num_servable_layers(config)
-        self._column_window = _column_window(config)
+        num_layers = num_servable_layers(config)
+        self._column_window = column_window(config)
         self._adopt(CacheState(num_layers, options, HotPool()), num_layers)
 
     def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
@@ -159,7 +80,7 @@ class AsymmetricPagedCache(Cache):
                 "first, or build another cache."
             )
         inner = self.attach(model)
-        ids = ids.to(inner.get_input_embeddings().weight.device)
+        ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
         recorder = DynamicCache(config=inner.config.get_text_config(decoder=True))
         with torch.no_grad():
             inner.base_model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: recorder})
@@ -168,7 +89,8 @@ class AsymmetricPagedCache(Cache):
                 f"{type(inner).__name__} does not keep its keys and values in the cache it is "
                 "given; it cannot be served."
             )
-        pairs = [(layer.keys[0], layer.values[0]) for layer in recorder.layers]
+        layers: list[Any] = recorder.layers
+        pairs = [(layer.keys[0], layer.values[0]) for layer in layers]
         state.prefix = state.hot.seal(ids[0], pairs)
         state.release_rows()
         return state.prefix
@@ -243,16 +165,16 @@ class AsymmetricPagedCache(Cache):
             layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held)
         else:
             layout, kwargs = read_forward(kwargs, held)
-        if "position_ids" not in forward_parameters(type(module)):
+        if "position_ids" not in forward_parameters(module):
             kwargs.pop("position_ids", None)
         mask = kwargs.get("attention_mask")
-        if self._column_window is not None and mask is not None:
-            if mask.shape[-1] > self._column_window:
-                raise ValueError(
-                    f"the local attention of this model counts {self._column_window} mask columns, "
-                    f"pads among them; {mask.shape[-1]} padded columns cannot be right. Run rows "
-                    "of equal length, or one at a time."
-                )
+        window = self._column_window
+        if window is not None and mask is not None and mask.shape[-1] > window:
+            raise ValueError(
+                f"the local attention of this model sees {window} mask columns, pads among them; "
+                f"{mask.shape[-1]} padded columns cannot be right. Run rows of equal length, or "
+                "one at a time."
+            )
         state.stage(layout)
         return kwargs
 
@@ -270,7 +192,7 @@ class AsymmetricPagedCache(Cache):
         """Columns held: of the prefix and since."""
         if self._state.is_generation_pending:
             return 0
-        return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+        return super().get_seq_length(layer_idx)
 
     def reset(self) -> None:
         """Releases all rows and their memory; a prefix stays."""
@@ -338,42 +260,3 @@ class AsymmetricPagedCache(Cache):
     def _adopt(self, state: CacheState, num_layers: int) -> None:
         self._state = state
         super().__init__(layers=[AsymmetricPagedLayer(i, state) for i in range(num_layers)])
-
-
-def _check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:
-    got = (states.shape[1], states.shape[3], states.dtype)
-    want = (stored.shape[0], stored.shape[2], stored.dtype)
-    if got != want:
-        raise ValueError(
-            f"layer {layer_idx} brings {what} of {got[0]} heads x {got[1]} in {got[2]}, the prefix "
-            f"has {want[0]} heads x {want[1]} in {want[2]}; use the model that prefilled the cache."
-        )
-
-
-def _num_servable_layers(config: PreTrainedConfig) -> int:
-    if config.is_encoder_decoder:
-        raise ValueError("encoder-decoder models are not served; use EncoderDecoderCache.")
-    decoder_config = config.get_text_config(decoder=True)
-    layers = DynamicCache(config=decoder_config).layers
-    for layer_idx, layer in enumerate(layers):
-        if type(layer) is not DynamicLayer:
-            raise ValueError(
-                f"layer {layer_idx} of {decoder_config.model_type} is of kind "
-                f"{_layer_kind(decoder_config, layer_idx, layer)}; this cache serves full_attention "
-                "layers only. Use DynamicCache for this model."
-            )
-    return len(layers)
-
-
-def _layer_kind(config: PreTrainedConfig, layer_idx: int, layer: object) -> str:
-    named = getattr(config, "layer_types", None)
-    if named:
-        return str(named[layer_idx])
-    kinds = [kind for kind, cls in DYNAMIC_LAYER_TYPE_MAPPING.items() if cls is type(layer)]
-    return " or ".join(kinds) or type(layer).__name__
-
-
-def _column_window(config: PreTrainedConfig) -> int | None:
-    # GPT-Neo's local layers mask by column, inside the model
-    has_local = "local" in (getattr(config, "attention_layers", None) or [])
-    return config.window_size if has_local else None

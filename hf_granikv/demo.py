@@ -25,18 +25,22 @@ OPENING = "Answer in one or two sentences, from this file only.\n\n"
 
 # name, instructions, question
 AGENTS = (
-    ("historian", "You tell how things began.", "What did Aldo Pereira hang from the pier?"),
     (
-        "timekeeper",
+        "historian",
         "You care for dates.",
         "When was the cooperative founded, with how many members?",
     ),
-    ("accountant", "You care for sums.", "How large is the surplus, and what is proposed for it?"),
+    ("accountant", "You care for sums.", "What is the surplus, and what is proposed for it?"),
+    (
+        "fund keeper",
+        "You save.",
+        "How much does the treasurer propose to put into the repair fund?",
+    ),
     ("engineer", "You care for machines.", "What is wrong with the gearbox of Old Tom?"),
-    ("naturalist", "You care for animals.", "What did the fishery officer count in April?"),
-    ("lawyer", "You care for the charter.", "Which expenses need two signatures?"),
-    ("sceptic", "You doubt what you are told.", "Why does Ruaridh Venn distrust the survey?"),
+    ("sceptic", "You doubt a lot.", "What does Ruaridh Venn want the money to be put into?"),
     ("clerk", "You prepare the vote.", "What does Motion A ask for?"),
+    ("host", "You cook the soup.", "When and where does the meeting take place?"),
+    ("teller", "You count.", "How many members have a vote, and how many must be present?"),
 )
 
 
@@ -103,7 +107,9 @@ def _ours(
             runner.agent(name, prefix, instructions)
         questions = {name: question for name, _, question in AGENTS}
         prompts = [runner.prompt_ids(name, question) for name, question in questions.items()]
-        _say(f"{len(AGENTS)} agents ask about {prefix.num_tokens} shared tokens")
+        _say(
+            f"{len(AGENTS)} agents ask about {prefix.num_tokens} shared tokens (a small model: fluent, not wise)"
+        )
         replies = runner.run(
             questions,
             max_new_tokens=max_new_tokens,

@@ -80,7 +80,7 @@ class LazyKeyValue(torch.Tensor):
         return func(*dense_args, **dense_kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Iterable[type],

@@ -70,9 +70,7 @@ class CacheState:
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
         if self._staged is not None:
-            return self._staged.shared_len + (
-                0 if self._staged.starts_batch else self.num_columns
-            )
+            return self._staged.shared_len + (0 if self._staged.starts_batch else self.num_columns)
         if layer_step_id != self.step_id and self._step is not None:
             return self.num_held - self._step.plan.q_len
         return self.num_held
@@ -155,7 +153,7 @@ class CacheState:
         """Makes row i the former row `indices[i]`."""
         if not self.num_rows:
             return
-        if len(indices) and not (0 <= indices.min() and indices.max() < self.num_rows):
+        if len(indices) and not (indices.min() >= 0 and indices.max() < self.num_rows):
             raise ValueError(
                 f"rows {indices.tolist()} were asked for, the cache holds rows 0 to "
                 f"{self.num_rows - 1}."

@@ -79,9 +79,8 @@ def alone(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], *, num_new: int = NUM_NEW, **kwargs: Any
 ) -> list[list[int]]:
     """Gives the new tokens of each row by itself, without any cache."""
-    options = {"do_sample": False, "use_cache": False, **kwargs}
     return [
-        new_tokens(model, {"input_ids": torch.tensor([list(row)])}, num_new=num_new, **options)[0]
+        new_tokens(model, left_padded([row]), num_new=num_new, use_cache=False, **kwargs)[0]
         for row in rows
     ]
 

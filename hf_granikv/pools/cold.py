@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.errors import ColdPoolFullError
-from hf_granikv.pools.slots import SlotAllocator, Slots
+from hf_granikv.pools.slots import SlotAllocator
 from hf_granikv.pools.token_table import TokenTable
 
 # room left behind each run, so that rows grow in place: at least so many slots, and this

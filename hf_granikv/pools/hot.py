@@ -60,9 +60,7 @@ class HotPool:
         """Tokens of all prefixes held."""
         return sum(prefix.num_tokens for prefix in self._holders)
 
-    def seal(
-        self, token_ids: Tensor, keys_and_values: Iterable[tuple[Tensor, Tensor]]
-    ) -> Prefix:
+    def seal(self, token_ids: Tensor, keys_and_values: Iterable[tuple[Tensor, Tensor]]) -> Prefix:
         """Takes ownership of freshly computed keys and values, and holds them once.
 
         Args:

@@ -1,0 +1,95 @@
+"""One layer's face to transformers."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.state import CacheState
+from hf_granikv.views import LayerStep
+
+
+class AsymmetricPagedLayer(CacheLayerMixin):
+    """One layer's face to transformers; what it holds lies in the pools that all layers share."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, layer_idx: int, state: CacheState) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self._state = state
+        self._step_id = state.step_id
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: the pools allocate when the first tokens are written."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores the new tokens of this layer.
+
+        Args:
+            key_states: `[num_rows, num_kv_heads, q_len, head_dim]`.
+            value_states: Likewise.
+            args: Ignored; transformers versions pass different extras.
+            kwargs: Ignored likewise.
+
+        Returns:
+            All keys and values, `[num_rows, num_kv_heads, kv_len, head_dim]`: lazy ones if there
+            is a prefix, else views of the pool that are valid until the next forward.
+
+        Raises:
+            ValueError: If heads, dtype or rows differ from what the cache holds.
+            ColdPoolFullError: If the pool may not grow; nothing has been written then.
+        """
+        state, layer_idx = self._state, self.layer_idx
+        prefix = state.prefix
+        if prefix is not None:
+            _check_same_kind(key_states, prefix.keys[layer_idx], "keys", layer_idx)
+            _check_same_kind(value_states, prefix.values[layer_idx], "values", layer_idx)
+        is_first = state.is_staged or self._step_id == state.step_id
+        step = state.begin_step(key_states) if is_first else state.current_step()
+        self._step_id = state.step_id
+        state.write(layer_idx, key_states, value_states)
+        if prefix is None:
+            if state.num_columns == step.plan.q_len:
+                return key_states, value_states
+            return state.cold.read(layer_idx)
+        keys, values = prefix.keys[layer_idx], prefix.values[layer_idx]
+        if state.shared_len < prefix.num_tokens:
+            keys, values = keys[:, : state.shared_len], values[:, : state.shared_len]
+        layer_step = LayerStep(layer_idx, step.plan, keys, values, *state.cold.read(layer_idx))
+        return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
+
+    def get_seq_length(self) -> int:
+        """Columns held: of the prefix and since."""
+        return self._state.seq_length(self._step_id)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the attention mask."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Refuses: all layers share their rows."""
+        raise NotImplementedError("all layers share their rows; call reorder_cache on the cache.")
+
+    def reset(self) -> None:
+        """Refuses likewise."""
+        raise NotImplementedError("all layers share their rows; call reset on the cache.")
+
+
+def _check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:
+    got = (states.shape[1], states.shape[3], states.dtype)
+    want = (stored.shape[0], stored.shape[2], stored.dtype)
+    if got != want:
+        raise ValueError(
+            f"layer {layer_idx} brings {what} of {got[0]} heads x {got[1]} in {got[2]}, the prefix "
+            f"has {want[0]} heads x {want[1]} in {want[2]}; use the model that prefilled the cache."
+        )

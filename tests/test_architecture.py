@@ -1,0 +1,104 @@
+"""Imports run one way, files stay small, and what is promised by name is there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_granikv
+from hf_granikv.backends import BACKENDS
+from hf_granikv.config import DISPATCH_CHOICES
+
+PACKAGE = Path(hf_granikv.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+SHARED = {"views", "config", "errors", "journal", "compat"}
+
+# room -> the rooms it may import besides SHARED and itself
+ARROWS: dict[str, set[str]] = {
+    "views": set(),
+    "config": set(),
+    "errors": set(),
+    "journal": set(),
+    "compat": set(),
+    "kernels": set(),
+    "pools": set(),
+    "dispatch": set(),
+    "backends": {"kernels", "dispatch"},
+    "lazy": set(),
+    "announce": set(),
+    "inputs": set(),
+    "layer_kinds": set(),
+    "state": {"pools", "inputs"},
+    "layer": {"lazy", "state"},
+    "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "state"},
+    "attention": {"backends", "dispatch", "kernels", "lazy"},
+    "prompts": set(),
+    "settings": set(),
+    "timing": set(),
+    "report": {"timing"},
+    "multi_agent": {"cache", "pools", "prompts", "report", "settings", "timing"},
+    "demo_model": set(),
+    "demo": {"demo_model", "multi_agent", "prompts", "timing"},
+    "cli": {"demo", "demo_model"},
+}
+WITHOUT_TRANSFORMERS = {
+    *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
+    *("lazy", "inputs", "state"),
+}
+
+
+def imported_modules(file: Path) -> set[str]:
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            modules.add(node.module or "")
+    return modules
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def rooms_in(modules: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in modules if name.startswith("hf_granikv.")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_follow_the_arrows(file: Path) -> None:
+    room = room_of(file)
+    if room == "__init__":
+        return
+    allowed = ARROWS[room] | SHARED | {room}
+    assert rooms_in(imported_modules(file)) <= allowed
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_transformers_stays_above_the_pools(file: Path) -> None:
+    uses = any(name.split(".")[0] == "transformers" for name in imported_modules(file))
+    assert not (uses and room_of(file) in WITHOUT_TRANSFORMERS)
+
+
+def test_every_room_is_in_the_arrows() -> None:
+    assert {room_of(file) for file in FILES} - {"__init__"} == set(ARROWS)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_modules_stay_small(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 320
+
+
+def test_all_names_what_is_there() -> None:
+    assert all(hasattr(hf_granikv, name) for name in hf_granikv.__all__)
+
+
+def test_dispatch_choices_are_the_backends() -> None:
+    assert {"auto", *BACKENDS} == set(DISPATCH_CHOICES)
+
+
+@pytest.mark.parametrize("op", sorted(p.parent.name for p in PACKAGE.glob("kernels/*/__init__.py")))
+def test_every_op_has_a_reference_and_a_test(op: str) -> None:
+    assert (PACKAGE / "kernels" / op / "reference.py").exists()
+    assert (Path(__file__).parent / "kernels" / f"test_{op}.py").exists()
