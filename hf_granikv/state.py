@@ -104,7 +104,9 @@ class CacheState:
         before = self.cold.table.lengths
         is_even = bool(layout.owned.all())
         source = None if is_even else np.flatnonzero(layout.owned)
-        write = self.cold.extend(counts, source, key_states.device)
+        # without a prefix the cache replaces DynamicCache and must not hold more than it does
+        spare = 1 / 128 if self.prefix is None else 1 / 8
+        write = self.cold.extend(counts, source, key_states.device, spare=spare)
         if self._owned is not None or not is_even:
             self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
         self.num_columns += q_len

@@ -13,7 +13,8 @@ from hf_granikv import AsymmetricPagedCache
 
 def observed(cache: AsymmetricPagedCache) -> tuple[Any, ...]:
     cache.check_integrity()
-    return cache.stats(), [layer.get_seq_length() for layer in cache.layers], cache.batch_size
+    lengths = [cache.get_seq_length(layer_idx) for layer_idx in range(len(cache.layers))]
+    return cache.stats(), lengths, cache.batch_size
 
 
 def assert_refused(

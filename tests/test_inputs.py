@@ -20,6 +20,7 @@ from prompts import (
     whole,
 )
 from torch import nn
+from refusals import assert_refused
 from transformers import PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache

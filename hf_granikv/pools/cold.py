@@ -12,10 +12,8 @@ from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.pools.slots import SlotAllocator
 from hf_granikv.pools.token_table import TokenTable
 
-# room left behind each run, so that rows grow in place: at least so many slots, and this
-# fraction of the longest row (a larger one saves few copies and holds more bytes)
-MIN_HEADROOM = 16
-HEADROOM_FRACTION = 1 / 64
+# room left behind each run, so that rows grow in place: at least so many slots
+MIN_HEADROOM = 8
 # rows are laid out as equal runs only while the slots that this leaves empty stay below
 MAX_LAYOUT_WASTE = 0.5
 SCATTERED_GROWTH = 1.125
@@ -67,6 +65,8 @@ class ColdPool:
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
         self._gather_index: Tensor | None = None
+        # per layer, keys and values as [num_rows, num_kv_heads, stride, head_dim] while rows are runs
+        self._run_views: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self.peak_bytes = 0
 
     @property
@@ -118,7 +118,7 @@ class ColdPool:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         self._allocator.free(self.table.flat())
         self.table = TokenTable(num_rows)
-        self._gather_index = None
+        self._forget_views()
 
     def release(self) -> None:
         """Releases all rows and gives the storages back."""
@@ -129,7 +129,12 @@ class ColdPool:
         self.peak_bytes = 0
 
     def extend(
-        self, counts: NDArray[np.int64], source: NDArray[np.int64] | None, device: torch.device
+        self,
+        counts: NDArray[np.int64],
+        source: NDArray[np.int64] | None,
+        device: torch.device,
+        *,
+        spare: float = 1 / 8,
     ) -> ColdWrite:
         """Gives each row `counts[i]` more slots, growing the storage if need be.
 
@@ -137,6 +142,8 @@ class ColdPool:
             counts: `[num_rows]` new tokens of each row.
             source: `[counts.sum()]` see `ColdWrite`.
             device: Where the returned indices live.
+            spare: Room to leave behind a run, as a fraction of the longest: more of it saves
+                copies, and holds more bytes.
 
         Raises:
             ColdPoolFullError: Before anything is changed.
@@ -147,7 +154,7 @@ class ColdPool:
         # beam search would otherwise copy its rows at every step
         may_lay_out = table.stride is not None or table.max_length == 0
         slots = table.next_in_place(counts)
-        if slots is None and may_lay_out and self._lay_out(counts):
+        if slots is None and may_lay_out and self._lay_out(counts, spare):
             slots = table.next_in_place(counts)
         if slots is None or not self._allocator.try_take(slots):
             table.scatter()
@@ -172,8 +179,23 @@ class ColdPool:
             keys: `[num_rows, num_kv_heads, q_len, head_dim]` of all tokens of the forward.
             values: Likewise.
         """
-        self._keys[layer_idx] = self._store(self._keys[layer_idx], write, keys.detach())
-        self._values[layer_idx] = self._store(self._values[layer_idx], write, values.detach())
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
+        if self._keys[layer_idx] is None:
+            self._keys[layer_idx] = _slots_like(keys, self.num_slots)
+            self._values[layer_idx] = _slots_like(values, self.num_slots)
+        if write.start is not None:
+            q_len = keys.shape[2]
+            key_runs, value_runs = self._runs(layer_idx)
+            key_runs.narrow(2, write.start, q_len).copy_(keys)
+            value_runs.narrow(2, write.start, q_len).copy_(values)
+            return
+        for storage, states in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
+            assert storage is not None
+            tokens = states.transpose(1, 2).flatten(0, 1)  # [rows * q_len, heads, head_dim]
+            if write.source is not None:
+                tokens = tokens.index_select(0, write.source)
+            storage.index_copy_(0, write.slots, tokens)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.
@@ -182,10 +204,11 @@ class ColdPool:
             Two `[num_rows, num_kv_heads, max_length, head_dim]` tensors: views of the pool while
             rows are runs (valid until the next `extend`), gathered copies otherwise.
         """
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        assert keys is not None
-        assert values is not None
-        return self._read(keys), self._read(values)
+        width = self.table.max_length
+        if self.table.stride is not None:
+            key_runs, value_runs = self._runs(layer_idx)
+            return key_runs.narrow(2, 0, width), value_runs.narrow(2, 0, width)
+        return self._gathered(self._keys[layer_idx]), self._gathered(self._values[layer_idx])
 
     def truncate(self, counts: NDArray[np.int64]) -> None:
         """Frees the last `counts[i]` tokens of each row."""
@@ -198,7 +221,7 @@ class ColdPool:
         self.table.select(indices)
         self._allocator.hold(self.table.flat())
         self._allocator.free(before)
-        self._gather_index = None
+        self._forget_views()
 
     def copy(self) -> "ColdPool":
         """An independent pool with the same rows."""
@@ -218,13 +241,14 @@ class ColdPool:
         """
         self._allocator.check_integrity(self.table.flat())
 
-    def _lay_out(self, counts: NDArray[np.int64]) -> bool:
+    def _lay_out(self, counts: NDArray[np.int64], spare: float) -> bool:
         """Makes rows runs with room for `counts` more tokens each, if that may be."""
         table = self.table
         longest = int((table.lengths + counts).max(initial=0))
-        stride = longest + max(MIN_HEADROOM, int(longest * HEADROOM_FRACTION))
+        stride = longest + max(MIN_HEADROOM, int(longest * spare))
         if self.limit is not None:
             stride = min(stride, self.limit // table.num_rows)
+        self._forget_views()
         num_wasted = table.num_rows * longest - int((table.lengths + counts).sum())
         if stride < longest or num_wasted > MAX_LAYOUT_WASTE * table.num_rows * longest:
             return False
@@ -246,41 +270,43 @@ class ColdPool:
         num_slots = max(num_needed, int(self.num_slots * SCATTERED_GROWTH))
         if self.limit is not None:
             num_slots = min(num_slots, self.limit)
+        self._forget_views()
         kept = torch.arange(self.num_slots)
         self._keys = [_moved(t, num_slots, kept, kept) for t in self._keys]
         self._values = [_moved(t, num_slots, kept, kept) for t in self._values]
         self._allocator.grow(num_slots)
 
-    def _store(self, storage: Tensor | None, write: ColdWrite, states: Tensor) -> Tensor:
-        num_rows, num_heads, q_len, head_dim = states.shape
-        if storage is None:
-            storage = _zeros(states, (self.num_slots, num_heads, head_dim))
-        tokens = states.transpose(1, 2)  # [rows, q_len, heads, head_dim]
-        if write.start is not None:
-            runs = self._runs(storage)[:, write.start : write.start + q_len]
-            runs.copy_(tokens)
-            return storage
-        tokens = tokens.reshape(num_rows * q_len, num_heads, head_dim)
-        if write.source is not None:
-            tokens = tokens.index_select(0, write.source)
-        storage.index_copy_(0, write.slots, tokens)
-        return storage
+    def _runs(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        views = self._run_views[layer_idx]
+        if views is None:
+            views = self._as_runs(self._keys[layer_idx]), self._as_runs(self._values[layer_idx])
+            self._run_views[layer_idx] = views
+        return views
 
-    def _runs(self, storage: Tensor) -> Tensor:
+    def _as_runs(self, storage: Tensor | None) -> Tensor:
         stride, num_rows = self.table.stride, self.table.num_rows
+        assert storage is not None
         assert stride is not None
-        return storage[: num_rows * stride].view(num_rows, stride, *storage.shape[1:])
+        runs = storage[: num_rows * stride].unflatten(0, (num_rows, stride))
+        return runs.transpose(1, 2)
 
-    def _read(self, storage: Tensor) -> Tensor:
-        width = self.table.max_length
-        if self.table.stride is not None:
-            return self._runs(storage)[:, :width].transpose(1, 2)
+    def _gathered(self, storage: Tensor | None) -> Tensor:
+        assert storage is not None
+        num_rows, width = self.table.num_rows, self.table.max_length
         if self._gather_index is None:
             # slots of no one read slot 0: finite, and masked by whoever reads
             padded = np.maximum(self.table.padded(), 0).reshape(-1)
             self._gather_index = torch.from_numpy(padded).to(storage.device)
         rows = storage.index_select(0, self._gather_index)
-        return rows.view(self.table.num_rows, width, *storage.shape[1:]).transpose(1, 2)
+        return rows.unflatten(0, (num_rows, width)).transpose(1, 2)
+
+    def _forget_views(self) -> None:
+        self._gather_index = None
+        self._run_views = [None] * self.num_layers
+
+
+def _slots_like(states: Tensor, num_slots: int) -> Tensor:
+    return _zeros(states, (num_slots, states.shape[1], states.shape[3]))
 
 
 def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
