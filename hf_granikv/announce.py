@@ -14,14 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def attach_hook(model: nn.Module) -> PreTrainedModel:
-    """Makes forward passes of a model announce themselves to the caches of this package.
-
-    Args:
-        model: A transformers model, or a wrapper around one (PEFT, for example).
-
-    Returns:
-        The transformers model inside.
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a model: itself, or what a wrapper (PEFT, say) holds.
 
     Raises:
         ValueError: If there is none.
@@ -32,9 +26,14 @@ def attach_hook(model: nn.Module) -> PreTrainedModel:
             f"{type(model).__name__} contains no transformers model; pass the object on which "
             "generate is called."
         )
-    if announce_forward not in inner._forward_pre_hooks.values():
-        inner.register_forward_pre_hook(announce_forward, with_kwargs=True)
     return inner
+
+
+def attach_hook(model: PreTrainedModel) -> None:
+    """Makes forward passes of a model announce themselves to the caches of this package."""
+    if announce_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(announce_forward, with_kwargs=True)
+        model.register_forward_hook(settle_forward, with_kwargs=True, always_call=True)
 
 
 def announce_forward(
@@ -44,14 +43,27 @@ def announce_forward(
     if args:
         names = forward_parameters(module)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = kwargs.get("cache")
-    if cache is None:
-        cache = kwargs.get("past_key_values")
-    announce = getattr(cache, "announce", None)
+    announce = getattr(_cache_in(kwargs), "announce", None)
     if announce is None:
         return None
     rewritten = announce(module, kwargs)
     return None if rewritten is None else ((), rewritten)
+
+
+def settle_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Tells the cache that a forward pass is over, well or not."""
+    if args:
+        kwargs = {**dict(zip(forward_parameters(module), args, strict=False)), **kwargs}
+    settle = getattr(_cache_in(kwargs), "settle", None)
+    if settle is not None:
+        settle()
+
+
+def _cache_in(kwargs: dict[str, Any]) -> Any:
+    cache = kwargs.get("cache")
+    return kwargs.get("past_key_values") if cache is None else cache
 
 
 def forward_parameters(module: nn.Module) -> tuple[str, ...]:

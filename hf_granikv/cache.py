@@ -1,6 +1,7 @@
 """The transformers `Cache` contract over the two pools."""
 
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_granikv.announce import attach_hook, forward_parameters
+from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.config import CacheOptions
 from hf_granikv.inputs import read_forward, read_generation
@@ -17,6 +18,10 @@ from hf_granikv.layer_kinds import column_window, num_servable_layers
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
+
+_ID_DTYPES = (torch.int32, torch.int64)
+# model types that take no position_ids and count the positions of a row from its mask
+_POSITIONS_FROM_MASK = ("bloom",)
 
 
 class AsymmetricPagedCache(Cache):
@@ -53,6 +58,8 @@ class AsymmetricPagedCache(Cache):
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
         num_layers = num_servable_layers(config)
         self._column_window = column_window(config)
+        self._model_type = config.get_text_config(decoder=True).model_type
+        self._models: WeakSet[nn.Module] = WeakSet()
         self._adopt(CacheState(num_layers, options, HotPool()), num_layers)
 
     def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
@@ -68,7 +75,7 @@ class AsymmetricPagedCache(Cache):
         """
         state, ids = self._state, torch.as_tensor(input_ids)
         ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.is_floating_point():
+        if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.dtype not in _ID_DTYPES:
             raise ValueError(
                 f"input_ids of a prefix is {tuple(ids.shape)} {ids.dtype}; give one row of token "
                 "ids, [1, prefix_len], without padding."
@@ -82,8 +89,12 @@ class AsymmetricPagedCache(Cache):
         inner = self.attach(model)
         ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
         recorder = DynamicCache(config=inner.config.get_text_config(decoder=True))
+        options: dict[str, Any] = {"use_cache": True, CACHE_ARGUMENT: recorder}
+        if "position_ids" in forward_parameters(inner.base_model):
+            # as generate counts; RoBERTa's own count starts elsewhere
+            options["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
         with torch.no_grad():
-            inner.base_model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: recorder})
+            inner.base_model(input_ids=ids, **options)
         if recorder.get_seq_length() != ids.shape[1]:
             raise ValueError(
                 f"{type(inner).__name__} does not keep its keys and values in the cache it is "
@@ -91,9 +102,10 @@ class AsymmetricPagedCache(Cache):
             )
         layers: list[Any] = recorder.layers
         pairs = [(layer.keys[0], layer.values[0]) for layer in layers]
-        state.prefix = state.hot.seal(ids[0], pairs)
+        prefix = state.hot.seal(ids[0], pairs)
+        state.hold(prefix)
         state.release_rows()
-        return state.prefix
+        return prefix
 
     def attach(self, model: nn.Module) -> PreTrainedModel:
         """Lets another object with the weights of the prefix use the cache.
@@ -106,13 +118,15 @@ class AsymmetricPagedCache(Cache):
         Raises:
             ValueError: If the model does not go with the config of the cache.
         """
-        inner = attach_hook(model)
+        inner = transformers_model(model)
         num_layers = inner.config.get_text_config(decoder=True).num_hidden_layers
         if num_layers != len(self.layers):
             raise ValueError(
                 f"{type(inner).__name__} has {num_layers} layers, the cache was built for "
                 f"{len(self.layers)}; build the cache from model.config."
             )
+        attach_hook(inner)
+        self._models.add(inner)
         return inner
 
     def release(self, prefix: Prefix) -> None:
@@ -124,14 +138,13 @@ class AsymmetricPagedCache(Cache):
         state = self._state
         if prefix is not state.prefix:
             raise ValueError(f"this cache does not hold {prefix}; release a prefix it prefilled.")
-        state.prefix = None
-        state.release_rows()
-        state.hot.release(prefix)
+        state.let_go()
 
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
         twin = type(self).__new__(type(self))
-        twin._column_window = self._column_window
+        twin._column_window, twin._model_type = self._column_window, self._model_type
+        twin._models = self._models
         twin._adopt(self._state.fork(), len(self.layers))
         return twin
 
@@ -152,9 +165,10 @@ class AsymmetricPagedCache(Cache):
             ValueError: If they mean nothing right; the cache is as it was.
         """
         state, prefix = self._state, self._state.prefix
-        if prefix is None:
+        if prefix is None or module not in self._models:
             return None
         is_generation, state.is_generation_pending = state.is_generation_pending, False
+        state.is_generated = is_generation or (state.is_generated and state.num_rows > 0)
         if kwargs.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False was given together with a cache that holds a prefix; leave one of "
@@ -165,9 +179,14 @@ class AsymmetricPagedCache(Cache):
             layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held)
         else:
             layout, kwargs = read_forward(kwargs, held)
+        mask = kwargs.get("attention_mask")
         if "position_ids" not in forward_parameters(module):
             kwargs.pop("position_ids", None)
-        mask = kwargs.get("attention_mask")
+            if mask is not None and self._model_type not in _POSITIONS_FROM_MASK:
+                raise ValueError(
+                    f"{type(module).__name__} takes no position_ids and counts pads as positions, "
+                    "so padded rows cannot be right. Run rows of equal length, or one at a time."
+                )
         window = self._column_window
         if window is not None and mask is not None and mask.shape[-1] > window:
             raise ValueError(
@@ -177,6 +196,10 @@ class AsymmetricPagedCache(Cache):
             )
         state.stage(layout)
         return kwargs
+
+    def settle(self) -> None:
+        """Undoes what is left of a forward pass that broke off; called by the hook on the model."""
+        self._state.settle()
 
     @property
     def _is_user_defined(self) -> bool:
@@ -210,6 +233,7 @@ class AsymmetricPagedCache(Cache):
         Raises:
             ValueError: If it is positive.
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding may hand over a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}) is not possible; give minus the number of tokens to "

@@ -28,11 +28,14 @@ class HeldRows:
         shared_len: Prefix tokens that the rows see.
         lengths: `[num_rows]` private tokens of each row; None if no batch has started.
         owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
+        is_generated: Whether `generate` runs the rows. It counts positions on from the last column,
+            which is wrong for rows that end in pads, so they are counted here.
     """
 
     shared_len: int
     lengths: Ints | None
     owned: Bools | None
+    is_generated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,11 @@ def read_generation(
     lengths = hidden + is_real.sum(1)
     _check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
 
-    # a row needs one token to compute: where a row is the prefix itself, its last token is
-    # computed again, by every row
-    shared_len = min(len(prefix_ids), int(lengths.min()) - 1)
+    # what a row is asked logits of it has to compute: where it is the prefix itself its last
+    # token, and under assisted decoding that token and the candidates; every row does it again
+    num_asked = kwargs.get("logits_to_keep")
+    num_asked = max(1, num_asked) if isinstance(num_asked, int) else 1
+    shared_len = max(0, min(len(prefix_ids), int(lengths.min()) - num_asked))
     q_len = int(lengths.max()) - shared_len
     positions = lengths[:, None] - q_len + np.arange(q_len)
     owned = positions >= shared_len
@@ -146,6 +151,8 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
                 "the prefix. Tokens of the prefix cannot be given again in a plain forward pass."
             )
     layout = Layout(starts_batch, held.shared_len, owned, dense_reason)
+    if held.is_generated and dense_reason is None:
+        kwargs = {**kwargs, "position_ids": None}
     starts = held.shared_len + known
     positions = starts[:, None] + owned.cumsum(1) - 1
     return layout, _with_positions_and_mask(kwargs, layout, positions, before=held.owned)

@@ -48,9 +48,12 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         state, layer_idx = self._state, self.layer_idx
         prefix = state.prefix
         if prefix is not None:
+            state.is_generation_pending = False
             _check_same_kind(key_states, prefix.keys[layer_idx], "keys", layer_idx)
             _check_same_kind(value_states, prefix.values[layer_idx], "values", layer_idx)
         is_first = state.is_staged or self._step_id == state.step_id
+        if prefix is None and is_first:
+            self._check_same_as_held(key_states, value_states)
         step = state.begin_step(key_states) if is_first else state.current_step()
         self._step_id = state.step_id
         state.write(layer_idx, key_states, value_states)
@@ -63,6 +66,12 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             keys, values = keys[:, : state.shared_len], values[:, : state.shared_len]
         layer_step = LayerStep(layer_idx, step.plan, keys, values, *state.cold.read(layer_idx))
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
+
+    def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
+        keys, values = self._state.cold.storage(self.layer_idx)
+        if keys is not None and values is not None:
+            _check_same_kind(key_states, keys.transpose(0, 1), "keys", self.layer_idx)
+            _check_same_kind(value_states, values.transpose(0, 1), "values", self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Columns held: of the prefix and since."""
@@ -90,6 +99,6 @@ def _check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) 
     want = (stored.shape[0], stored.shape[2], stored.dtype)
     if got != want:
         raise ValueError(
-            f"layer {layer_idx} brings {what} of {got[0]} heads x {got[1]} in {got[2]}, the prefix "
-            f"has {want[0]} heads x {want[1]} in {want[2]}; use the model that prefilled the cache."
+            f"layer {layer_idx} brings {what} of {got[0]} heads x {got[1]} in {got[2]}, the cache "
+            f"has {want[0]} heads x {want[1]} in {want[2]}; use the model that filled the cache."
         )

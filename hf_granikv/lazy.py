@@ -56,6 +56,8 @@ class LazyKeyValue(torch.Tensor):
             suffix = step.suffix_values if self._is_value else step.suffix_keys
             if plan.column_index is not None:
                 index = plan.column_index[:, None, :, None]
+                if not suffix.shape[2]:  # columns of pads only
+                    suffix = suffix.new_zeros(*suffix.shape[:2], 1, suffix.shape[3])
                 suffix = suffix.gather(2, index.expand(-1, suffix.shape[1], -1, suffix.shape[3]))
             everywhere = prefix.unsqueeze(0).expand(suffix.shape[0], -1, -1, -1)
             self._dense = torch.cat([everywhere, suffix], dim=2)

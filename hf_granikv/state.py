@@ -1,6 +1,7 @@
 """What all layers of one cache share: the prefix, the rows, and the forward under way."""
 
 from dataclasses import dataclass
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ class CacheState:
         num_columns: Mask columns since the prefix.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
+        is_generated: Whether `generate` runs the rows; it miscounts positions of rows that end in
+            pads.
     """
 
     def __init__(self, num_layers: int, options: CacheOptions, hot: HotPool) -> None:
@@ -46,10 +49,13 @@ class CacheState:
         self.num_columns = 0
         self.step_id = 0
         self.is_generation_pending = False
+        self.is_generated = False
         self._owned: Bools | None = None
         self._staged: Layout | None = None
         self._step: Step | None = None
         self._num_written = 0
+        self._starts_batch = False
+        self._hold: finalize | None = None
 
     @property
     def num_rows(self) -> int:
@@ -64,8 +70,9 @@ class CacheState:
     def held_rows(self) -> HeldRows:
         """The rows as `inputs` needs to see them."""
         if not self.num_rows:
-            return HeldRows(self.shared_len, None, None)
-        return HeldRows(self.shared_len, self.cold.table.lengths, self._owned_columns())
+            return HeldRows(self.shared_len, None, None, self.is_generated)
+        lengths, owned = self.cold.table.lengths, self._owned_columns()
+        return HeldRows(self.shared_len, lengths, owned, self.is_generated)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -77,7 +84,7 @@ class CacheState:
 
     def stage(self, layout: Layout) -> None:
         """Notes how the coming forward is laid out; nothing changes until its first layer."""
-        self._abandon_unfinished_step()
+        self.settle()
         self._staged = layout
 
     def begin_step(self, key_states: Tensor) -> Step:
@@ -97,10 +104,9 @@ class CacheState:
             layout = self._plain_layout(num_rows, q_len)
         counts = layout.owned.sum(1)
         self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
+        self._starts_batch = layout.starts_batch
         if layout.starts_batch:
-            self.cold.begin(num_rows)
-            self.num_columns, self._owned = 0, None
-            self.shared_len = layout.shared_len
+            self._start_rows(num_rows, layout.shared_len)
         before = self.cold.table.lengths
         is_even = bool(layout.owned.all())
         source = None if is_even else np.flatnonzero(layout.owned)
@@ -137,6 +143,14 @@ class CacheState:
         self.cold.write(layer_idx, self.current_step().write, key_states, value_states)
         self._num_written += 1
 
+    def settle(self) -> None:
+        """Drops what a forward left that failed before, or after, its first layer stored."""
+        self._staged = None
+        if self._step is not None and self._num_written < self.cold.num_layers:
+            self.crop(self._step.plan.q_len)
+            if self._starts_batch:
+                self._start_rows(0, self._whole_len if self.is_generated else self.shared_len)
+
     def crop(self, num_columns: int) -> None:
         """Takes the last columns away, those of the prefix last; the prefix itself stays."""
         from_rows = min(num_columns, self.num_columns)
@@ -163,13 +177,25 @@ class CacheState:
         self.cold.select(indices)
         self._owned = None if self._owned is None else self._owned[indices]
 
+    def hold(self, prefix: Prefix) -> None:
+        """Takes over one hold of a prefix, until `let_go` or the end of this state."""
+        self.prefix = prefix
+        self._hold = finalize(self, self.hot.release, prefix)
+        self._hold.atexit = False
+
+    def let_go(self) -> None:
+        """Drops the hold and the rows that start from the prefix."""
+        assert self._hold is not None
+        self._hold()
+        self.prefix = self._hold = None
+        self.release_rows()
+
     def release_rows(self) -> None:
         """Frees everything private; the prefix stays and is whole again."""
+        self._start_rows(0, self._whole_len)
         self.cold.release()
-        self.num_columns = 0
-        self.shared_len = 0 if self.prefix is None else self.prefix.num_tokens
-        self.is_generation_pending = False
-        self._owned = self._staged = self._step = None
+        self.is_generation_pending = self.is_generated = False
+        self._staged = self._step = None
 
     def fork(self) -> "CacheState":
         """An independent state over the same HOT pool."""
@@ -177,9 +203,9 @@ class CacheState:
         twin.cold = self.cold.copy()
         if self.prefix is not None:
             self.hot.acquire(self.prefix)
-        twin.prefix = self.prefix
+            twin.hold(self.prefix)
         twin.shared_len, twin.num_columns = self.shared_len, self.num_columns
-        twin.step_id = self.step_id
+        twin.step_id, twin.is_generated = self.step_id, self.is_generated
         twin._owned = None if self._owned is None else self._owned.copy()
         return twin
 
@@ -199,6 +225,15 @@ class CacheState:
             prefix_groups=int(self.prefix is not None and self.num_rows > 0),
             backend_steps=dict(self.journal.backend_steps),
         )
+
+    @property
+    def _whole_len(self) -> int:
+        return 0 if self.prefix is None else self.prefix.num_tokens
+
+    def _start_rows(self, num_rows: int, shared_len: int) -> None:
+        self.cold.begin(num_rows)
+        self.num_columns, self._owned = 0, None
+        self.shared_len = shared_len
 
     def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
         if self.prefix is not None:
@@ -243,8 +278,3 @@ class CacheState:
         if self._owned is not None:
             return self._owned
         return np.ones((self.num_rows, self.num_columns), dtype=bool)
-
-    def _abandon_unfinished_step(self) -> None:
-        """Drops the columns of a forward that failed between its first and its last layer."""
-        if self._step is not None and self._num_written < self.cold.num_layers:
-            self.crop(self._step.plan.q_len)

@@ -65,9 +65,7 @@ def middle_padded(
     }
 
 
-def suffix_only(
-    rows: Sequence[Sequence[int]], prefix: Sequence[int] = PREFIX
-) -> dict[str, Tensor]:
+def suffix_only(rows: Sequence[Sequence[int]], prefix: Sequence[int] = PREFIX) -> dict[str, Tensor]:
     """Gives the suffix ids, with the mask over prefix and suffix."""
     return {
         "input_ids": left_padded(rows)["input_ids"],

@@ -99,12 +99,16 @@ def test_a_cropped_cache_goes_on_exactly(
     step(model, cache, history)
     cache.crop(-num_cropped)
     assert cache.get_seq_length() == P + 7 - num_cropped
-    rows = [row[: P + 7 - num_cropped] + new for row, new in zip(whole(history), later, strict=True)]
+    rows = [
+        row[: P + 7 - num_cropped] + new for row, new in zip(whole(history), later, strict=True)
+    ]
     assert_logits(step(model, cache, later), model, rows, 3)
     cache.check_integrity()
 
 
-def test_a_crop_into_the_prefix_is_private(model: PreTrainedModel, cache: AsymmetricPagedCache) -> None:
+def test_a_crop_into_the_prefix_is_private(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
     other, bytes_before = cache.fork(), cache.stats().hot_bytes
     step(model, other, suffixes(2))
     cache.crop(-6)
@@ -117,14 +121,18 @@ def test_a_crop_into_the_prefix_is_private(model: PreTrainedModel, cache: Asymme
     assert generates_right(model, other)
 
 
-def test_reset_makes_a_cropped_prefix_whole(model: PreTrainedModel, cache: AsymmetricPagedCache) -> None:
+def test_reset_makes_a_cropped_prefix_whole(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
     cache.crop(-6)
     cache.reset()
     later = suffixes(4)
     assert_logits(step(model, cache, later), model, whole(later), 4)
 
 
-def test_a_crop_of_ragged_rows_counts_columns(model: PreTrainedModel, cache: AsymmetricPagedCache) -> None:
+def test_a_crop_of_ragged_rows_counts_columns(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
     """The last two columns hold tokens of both rows; the third holds a pad of the shorter one."""
     history = suffixes(5, 2)
     model(**left_padded(history) | {"attention_mask": ragged_mask(history)}, **cached(cache))
@@ -151,7 +159,9 @@ def test_a_positive_crop_is_refused(
     assert (cache.stats(), cache.get_seq_length()) == before
 
 
-def test_a_crop_beyond_everything_leaves_nothing(model: PreTrainedModel, cache: AsymmetricPagedCache) -> None:
+def test_a_crop_beyond_everything_leaves_nothing(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
     step(model, cache, suffixes(3, 3))
     cache.crop(-1000)
     assert cache.get_seq_length() == 0
@@ -165,7 +175,10 @@ SELECTIONS: dict[str, tuple[Callable[[AsymmetricPagedCache], None], list[int]]] 
     "reorder_with_repeats": (lambda c: c.reorder_cache(torch.tensor([1, 1, 2, 1])), [1, 1, 2, 1]),
     "reorder_in_place": (lambda c: c.reorder_cache(torch.tensor([0, 1, 2])), [0, 1, 2]),
     "select": (lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-    "select_by_bools": (lambda c: c.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "select_by_bools": (
+        lambda c: c.batch_select_indices(torch.tensor([True, False, True])),
+        [0, 2],
+    ),
     "select_one": (lambda c: c.batch_select_indices(torch.tensor([1])), [1]),
     "repeat": (lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
 }
@@ -202,7 +215,9 @@ def test_rows_that_are_not_there_cannot_be_chosen(
     assert cache.stats() == before
 
 
-def test_rows_may_be_chosen_before_there_are_any(model: PreTrainedModel, cache: AsymmetricPagedCache) -> None:
+def test_rows_may_be_chosen_before_there_are_any(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
     cache.reorder_cache(torch.zeros(3, dtype=torch.int64))
     cache.batch_repeat_interleave(3)
     assert cache.batch_size == -1
@@ -212,7 +227,11 @@ def test_rows_may_be_chosen_before_there_are_any(model: PreTrainedModel, cache: 
 # ---- forks and copies
 
 
-@pytest.mark.parametrize("copied", [lambda c: c.fork(), copy.deepcopy, lambda c: c.fork().fork()], ids=["fork", "deepcopy", "fork_of_fork"])
+@pytest.mark.parametrize(
+    "copied",
+    [lambda c: c.fork(), copy.deepcopy, lambda c: c.fork().fork()],
+    ids=["fork", "deepcopy", "fork_of_fork"],
+)
 def test_a_fork_shares_the_prefix_and_nothing_else(
     model: PreTrainedModel, cache: AsymmetricPagedCache, copied: Callable[[Any], Any]
 ) -> None:
@@ -223,10 +242,16 @@ def test_a_fork_shares_the_prefix_and_nothing_else(
     assert cache.stats().hot_bytes == twin.stats().hot_bytes == hot_bytes
     first, second = suffixes(3, 3, seed=300), suffixes(2, 2, seed=400)
     assert_logits(
-        step(model, twin, first), model, [a + b for a, b in zip(whole(history), first, strict=True)], 3
+        step(model, twin, first),
+        model,
+        [a + b for a, b in zip(whole(history), first, strict=True)],
+        3,
     )
     assert_logits(
-        step(model, cache, second), model, [a + b for a, b in zip(whole(history), second, strict=True)], 2
+        step(model, cache, second),
+        model,
+        [a + b for a, b in zip(whole(history), second, strict=True)],
+        2,
     )
     twin.reset()
     assert cache.get_seq_length() == P + 6
@@ -234,7 +259,9 @@ def test_a_fork_shares_the_prefix_and_nothing_else(
     assert generates_right(model, cache)
 
 
-def test_a_fork_outlives_the_release_of_its_origin(model: PreTrainedModel, cache: AsymmetricPagedCache) -> None:
+def test_a_fork_outlives_the_release_of_its_origin(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
     prefix, twin = cache._state.prefix, cache.fork()
     cache.release(prefix)
     assert cache.get_seq_length() == 0
@@ -252,7 +279,11 @@ def test_a_fork_that_is_gone_no_longer_holds_the_prefix(cache: AsymmetricPagedCa
 
 
 def test_a_plain_cache_can_be_copied_too(model: PreTrainedModel) -> None:
-    cache, history, later = AsymmetricPagedCache(model.config), suffixes(9, 9), suffixes(2, 2, seed=300)
+    cache, history, later = (
+        AsymmetricPagedCache(model.config),
+        suffixes(9, 9),
+        suffixes(2, 2, seed=300),
+    )
     step(model, cache, history)
     twin = copy.deepcopy(cache)
     cache.reset()
@@ -277,7 +308,9 @@ def test_a_call_that_needs_too_many_slots_is_refused_whole(model: PreTrainedMode
         step(model, cache, suffixes(1, 1))
 
 
-def test_generating_past_the_limit_stops_there_and_the_cache_stays_usable(model: PreTrainedModel) -> None:
+def test_generating_past_the_limit_stops_there_and_the_cache_stays_usable(
+    model: PreTrainedModel,
+) -> None:
     rows = whole(suffixes(3, 5))
     # 3 + 5 prompt tokens, and 9 of the 10 new ones per row
     cache = prefilled(model, cold_slots=8 + 18)

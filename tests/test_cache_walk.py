@@ -12,7 +12,15 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planted import CONFIG, NUM_LAYERS, PlantedError, PlantedModel, plant
-from prompts import cached, left_padded, middle_padded, prefix_ids, right_padded, suffix_only, tokens
+from prompts import (
+    cached,
+    left_padded,
+    middle_padded,
+    prefix_ids,
+    right_padded,
+    suffix_only,
+    tokens,
+)
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.errors import ColdPoolFullError
@@ -228,7 +236,9 @@ class CacheWalk(RuleBasedStateMachine):
             held.cache.batch_select_indices(torch.tensor(is_kept, dtype=torch.bool))
         else:
             rows = range(num_rows)
-            order = data.draw(st.lists(st.sampled_from(rows), min_size=1, max_size=5)) if rows else []
+            order = (
+                data.draw(st.lists(st.sampled_from(rows), min_size=1, max_size=5)) if rows else []
+            )
             verb = held.cache.reorder_cache if way == "reorder" else held.cache.batch_select_indices
             verb(torch.tensor(order, dtype=torch.int64))
         if num_rows:

@@ -19,7 +19,6 @@ from prompts import (
     tokens,
     whole,
 )
-from torch import nn
 from refusals import assert_refused
 from transformers import PreTrainedModel
 
@@ -56,7 +55,10 @@ def from_the_middle_of_the_prefix(rows: list[list[int]]) -> Inputs:
 
 
 def retyped(inputs: Inputs, ids: torch.dtype, mask: torch.dtype) -> Inputs:
-    return {"input_ids": inputs["input_ids"].to(ids), "attention_mask": inputs["attention_mask"].to(mask)}
+    return {
+        "input_ids": inputs["input_ids"].to(ids),
+        "attention_mask": inputs["attention_mask"].to(mask),
+    }
 
 
 LAYOUTS: dict[str, tuple[list[list[int]], Callable[[list[list[int]]], Inputs]]] = {
@@ -76,7 +78,10 @@ LAYOUTS: dict[str, tuple[list[list[int]], Callable[[list[list[int]]], Inputs]]] 
         RAGGED,
         lambda rows: retyped(left_padded(whole(rows)), torch.int32, torch.bool),
     ),
-    "float_mask": (RAGGED, lambda rows: retyped(left_padded(whole(rows)), torch.int64, torch.float32)),
+    "float_mask": (
+        RAGGED,
+        lambda rows: retyped(left_padded(whole(rows)), torch.int64, torch.float32),
+    ),
     "pad_ids_that_are_tokens": (
         [[PAD_ID, 5, PAD_ID], [8, PAD_ID]],
         lambda rows: left_padded(whole(rows)),
@@ -233,7 +238,10 @@ BAD_FORWARDS: dict[str, tuple[Inputs, str]] = {
         r"attention_mask is \(2, 3\) for 2 rows of 4 tokens",
     ),
     "mask_for_other_rows": (
-        {"input_ids": torch.tensor(EVEN), "attention_mask": torch.ones(3, P + 4, dtype=torch.int64)},
+        {
+            "input_ids": torch.tensor(EVEN),
+            "attention_mask": torch.ones(3, P + 4, dtype=torch.int64),
+        },
         r"attention_mask is \(3, 24\) for 2 rows of 4 tokens",
     ),
     "mask_that_hides_a_prefix_token": (

@@ -18,7 +18,9 @@ COLUMNS = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 1]], dtype=torch.b
 ALL_COLUMNS = torch.ones_like(COLUMNS)
 
 
-def layer_step(owned: Tensor, *, q_len: int = 1, layer_idx: int = 1, width: int = HEAD_DIM) -> LayerStep:
+def layer_step(
+    owned: Tensor, *, q_len: int = 1, layer_idx: int = 1, width: int = HEAD_DIM
+) -> LayerStep:
     lengths = owned.sum(1)
     is_even = bool(owned.all())
     suffix_shape = (ROWS, HEADS, int(lengths.max()))
@@ -205,7 +207,9 @@ def test_the_attention_function_attends_without_materialising(owned: Tensor, q_l
     assert not step.plan.journal.dense_reads
     keys, values = (dense(step, owned, is_value=side) for side in (False, True))
     visible = torch.cat([torch.ones(ROWS, PREFIX_LEN, dtype=torch.bool), owned], 1)
-    newest = torch.arange(visible.shape[1]) <= visible.shape[1] - q_len + torch.arange(q_len)[:, None]
+    newest = (
+        torch.arange(visible.shape[1]) <= visible.shape[1] - q_len + torch.arange(q_len)[:, None]
+    )
     mask = visible[:, None, None] & newest
     want = scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=0.3, enable_gqa=True

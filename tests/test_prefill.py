@@ -93,7 +93,9 @@ def test_gradient_modes_may_change_between_calls(
     with torch.no_grad():
         want = model(input_ids=whole_row, use_cache=False).logits[:, P:]
     torch.testing.assert_close(torch.cat(logits, 1).detach(), want, atol=1e-4, rtol=0)
-    torch.testing.assert_close(fork_logits.detach(), want[:, -3:].expand(2, -1, -1), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        fork_logits.detach(), want[:, -3:].expand(2, -1, -1), atol=1e-4, rtol=0
+    )
     with second():
         assert new_tokens(model, inputs, **cached(cache)) == alone(model, ROWS)
         model(input_ids=later, **cached(cache))

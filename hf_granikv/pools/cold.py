@@ -210,6 +210,10 @@ class ColdPool:
             return key_runs.narrow(2, 0, width), value_runs.narrow(2, 0, width)
         return self._gathered(self._keys[layer_idx]), self._gathered(self._values[layer_idx])
 
+    def storage(self, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values `[num_slots, num_kv_heads, head_dim]`; None before the first write."""
+        return self._keys[layer_idx], self._values[layer_idx]
+
     def truncate(self, counts: NDArray[np.int64]) -> None:
         """Frees the last `counts[i]` tokens of each row."""
         self._allocator.free(self.table.truncate(counts))

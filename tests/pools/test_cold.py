@@ -219,7 +219,9 @@ def test_a_token_costs_its_keys_and_values_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [(4, 4, 4), (10, 1, 1), (1, 10, 1), (12, 0, 0)], ids=lambda ls: "-".join(map(str, ls))
+    "lengths",
+    [(4, 4, 4), (10, 1, 1), (1, 10, 1), (12, 0, 0)],
+    ids=lambda ls: "-".join(map(str, ls)),
 )
 def test_a_limit_can_be_used_to_the_last_slot(lengths: tuple[int, ...]) -> None:
     held = pool_of(*lengths, limit=12)

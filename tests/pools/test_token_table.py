@@ -1,3 +1,5 @@
+from itertools import chain
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from hf_granikv.pools import TokenTable
 
 def table_of(*rows: list[int]) -> TokenTable:
     table = TokenTable(len(rows))
-    table.append(np.array([len(row) for row in rows]), np.array(sum(rows, []), dtype=np.int64))
+    table.append(np.array([len(row) for row in rows]), np.array(list(chain(*rows)), dtype=np.int64))
     return table
 
 
@@ -99,7 +101,9 @@ class TableWalk(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
-        counts = data.draw(st.lists(st.integers(0, 9), min_size=len(self.rows), max_size=len(self.rows)))
+        counts = data.draw(
+            st.lists(st.integers(0, 9), min_size=len(self.rows), max_size=len(self.rows))
+        )
         slots = np.arange(self.next_slot, self.next_slot + sum(counts))
         self.table.append(np.array(counts, dtype=np.int64), slots)
         rest = slots.tolist()
@@ -113,7 +117,7 @@ class TableWalk(RuleBasedStateMachine):
         counts = [data.draw(st.integers(0, len(row))) for row in self.rows]
         dropped = [row[len(row) - count :] for row, count in zip(self.rows, counts, strict=True)]
         got = self.table.truncate(np.array(counts, dtype=np.int64))
-        assert got.tolist() == sum(dropped, [])
+        assert got.tolist() == list(chain(*dropped))
         self.rows = [row[: len(row) - count] for row, count in zip(self.rows, counts, strict=True)]
 
     @rule(data=st.data())
@@ -141,7 +145,7 @@ class TableWalk(RuleBasedStateMachine):
         table, longest = self.table, max(map(len, self.rows), default=0)
         assert rows_of(table) == self.rows
         assert table.lengths.tolist() == [len(row) for row in self.rows]
-        assert table.flat().tolist() == sum(self.rows, [])
+        assert table.flat().tolist() == list(chain(*self.rows))
         assert table.padded().tolist() == [row + [-1] * (longest - len(row)) for row in self.rows]
 
     @invariant()
