@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SHARED_PATH
 from prompts import (
     PREFIX,
     alone,
@@ -161,8 +162,6 @@ def test_prompt_lookup_gives_the_greedy_tokens(
 def test_assisted_decoding_gives_the_greedy_tokens(
     model: PreTrainedModel, seed: int, length: int
 ) -> None:
-    from families import SHARED_PATH
-
     assistant = SHARED_PATH["llama"].model(seed=seed)
     rows, cache = whole(suffixes(length)), prefilled(model)
     got = new_tokens(
@@ -172,8 +171,6 @@ def test_assisted_decoding_gives_the_greedy_tokens(
 
 
 def test_assisted_sampling_runs_and_keeps_the_cache_whole(model: PreTrainedModel) -> None:
-    from families import SHARED_PATH
-
     cache = prefilled(model)
     seeded(
         model,
