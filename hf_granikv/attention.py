@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from hf_granikv.backends import BACKENDS, PrefixBackend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.kernels.merge_states import merge_states
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask, suffix_attention
 from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.masks import granikv_mask, is_plain_causal
 from hf_granikv.views import GroupShape, LayerStep
 
 ATTENTION_NAME = "granikv"
@@ -23,7 +23,7 @@ def register() -> None:
     """Makes `attn_implementation="granikv"` known to transformers, with its masks."""
     AttentionInterface.register(ATTENTION_NAME, granikv_attention)
     # without a mask function of the same name every mask would silently be None
-    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, granikv_mask)
 
 
 def granikv_attention(
@@ -60,7 +60,7 @@ def granikv_attention(
             "with attn_implementation='eager'."
         )
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
-        reasons = _dense_reasons(key.layer_step, dropout, kwargs)
+        reasons = _dense_reasons(query, key.layer_step, attention_mask, dropout, kwargs)
         if not reasons:
             return _shared(query, key.layer_step, scaling or query.shape[-1] ** -0.5), None
         key = key.materialize(f"granikv ({', '.join(reasons)})")
@@ -71,12 +71,18 @@ def granikv_attention(
     return out
 
 
-def _dense_reasons(step: LayerStep, dropout: float, kwargs: dict[str, Any]) -> list[str]:
+def _dense_reasons(
+    query: Tensor, step: LayerStep, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+) -> list[str]:
     reasons = [
         f"{name} is set" for name in ("softcap", "position_bias") if kwargs.get(name) is not None
     ]
     if dropout:
         reasons.append(f"dropout is {dropout}")
+    if not is_plain_causal(mask):
+        reasons.append("the layer brings a mask of its own")
+    if not query.dtype == step.suffix_keys.dtype == step.suffix_values.dtype:
+        reasons.append(f"the query is {query.dtype}, as under autocast")
     if step.plan.dense_reason is not None:
         reasons.append(step.plan.dense_reason)
     return reasons

@@ -1,5 +1,6 @@
 """The transformers `Cache` contract over the two pools."""
 
+import sys
 from typing import Any
 from weakref import WeakSet
 
@@ -14,14 +15,13 @@ from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.config import CacheOptions
 from hf_granikv.inputs import read_forward, read_generation
 from hf_granikv.layer import AsymmetricPagedLayer
-from hf_granikv.layer_kinds import column_window, num_servable_layers
+from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 _ID_DTYPES = (torch.int32, torch.int64)
 # model types that take no position_ids and count the positions of a row from its mask
-_POSITIONS_FROM_MASK = ("bloom",)
 
 
 class AsymmetricPagedCache(Cache):
@@ -56,11 +56,9 @@ class AsymmetricPagedCache(Cache):
         cold_slots: int | None = None,
     ) -> None:
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
-        num_layers = num_servable_layers(config)
-        self._column_window = column_window(config)
-        self._model_type = config.get_text_config(decoder=True).model_type
+        self._served = ServedModel.from_config(config)
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._adopt(CacheState(num_layers, options, HotPool()), num_layers)
+        self._adopt(CacheState(self._served.num_layers, options, HotPool()))
 
     def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
         """Computes a prefix and stores it for all rows to come.
@@ -87,6 +85,12 @@ class AsymmetricPagedCache(Cache):
                 "first, or build another cache."
             )
         inner = self.attach(model)
+        if inner.training and _has_dropout(inner):
+            raise ValueError(
+                f"{type(inner).__name__} is in training mode and has dropout, which would be stored "
+                "with the prefix; call model.eval() first."
+            )
+        self._served.check_length(ids.shape[1], ids.shape[1])
         ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
         recorder = DynamicCache(config=inner.config.get_text_config(decoder=True))
         options: dict[str, Any] = {"use_cache": True, CACHE_ARGUMENT: recorder}
@@ -119,6 +123,17 @@ class AsymmetricPagedCache(Cache):
             ValueError: If the model does not go with the config of the cache.
         """
         inner = transformers_model(model)
+        takes_dynamic = getattr(inner, "_supports_default_dynamic_cache", None)
+        if takes_dynamic is not None and not takes_dynamic():
+            raise ValueError(
+                f"{type(inner).__name__} keeps a cache of its own kind; it cannot be served."
+            )
+        for known in self._models:
+            if known is not inner and (inner in known.modules() or known in inner.modules()):
+                raise ValueError(
+                    f"{type(inner).__name__} and {type(known).__name__}, which this cache knows, "
+                    "contain each other; use the one that was attached first."
+                )
         num_layers = inner.config.get_text_config(decoder=True).num_hidden_layers
         if num_layers != len(self.layers):
             raise ValueError(
@@ -143,9 +158,8 @@ class AsymmetricPagedCache(Cache):
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
         twin = type(self).__new__(type(self))
-        twin._column_window, twin._model_type = self._column_window, self._model_type
-        twin._models = self._models
-        twin._adopt(self._state.fork(), len(self.layers))
+        twin._served, twin._models = self._served, WeakSet(self._models)
+        twin._adopt(self._state.fork())
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AsymmetricPagedCache":
@@ -167,8 +181,14 @@ class AsymmetricPagedCache(Cache):
         state, prefix = self._state, self._state.prefix
         if prefix is None or module not in self._models:
             return None
-        is_generation, state.is_generation_pending = state.is_generation_pending, False
-        state.is_generated = is_generation or (state.is_generated and state.num_rows > 0)
+        state.settle()
+        takes_positions = "position_ids" in forward_parameters(module)
+        # a call that generate gave up before its first forward leaves its mark; generate always
+        # counts positions
+        is_generation = state.is_generation_pending and (
+            not takes_positions or kwargs.get("position_ids") is not None
+        )
+        state.is_generation_pending = False
         if kwargs.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False was given together with a cache that holds a prefix; leave one of "
@@ -176,24 +196,22 @@ class AsymmetricPagedCache(Cache):
             )
         held = state.held_rows()
         if is_generation:
-            layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held)
+            embeds = None
+            if kwargs.get("inputs_embeds") is not None:
+                embed: Any = module.get_input_embeddings()  # type: ignore[operator]
+                device = kwargs["inputs_embeds"].device
+                embeds = embed(prefix.token_ids.to(device)).detach()
+            layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held, embeds)
         else:
             layout, kwargs = read_forward(kwargs, held)
-        mask = kwargs.get("attention_mask")
-        if "position_ids" not in forward_parameters(module):
+        positions = kwargs.get("position_ids")
+        if positions is not None and self._served.rope_type is not None:
+            self._served.check_length(prefix.num_tokens, int(positions.max()) + 1)
+        if not takes_positions:
             kwargs.pop("position_ids", None)
-            if mask is not None and self._model_type not in _POSITIONS_FROM_MASK:
-                raise ValueError(
-                    f"{type(module).__name__} takes no position_ids and counts pads as positions, "
-                    "so padded rows cannot be right. Run rows of equal length, or one at a time."
-                )
-        window = self._column_window
-        if window is not None and mask is not None and mask.shape[-1] > window:
-            raise ValueError(
-                f"the local attention of this model sees {window} mask columns, pads among them; "
-                f"{mask.shape[-1]} padded columns cannot be right. Run rows of equal length, or "
-                "one at a time."
-            )
+        if layout.dense_reason is None:
+            mask = kwargs.get("attention_mask")
+            self._served.check_padding(mask, takes_positions=takes_positions)
         state.stage(layout)
         return kwargs
 
@@ -213,7 +231,7 @@ class AsymmetricPagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held: of the prefix and since."""
-        if self._state.is_generation_pending:
+        if self._state.is_generation_pending and _is_asked_by_generate():
             return 0
         return super().get_seq_length(layer_idx)
 
@@ -247,10 +265,12 @@ class AsymmetricPagedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (or those marked True), in that order."""
-        chosen = torch.as_tensor(indices).cpu()
-        self._state.select_rows(
-            (chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen).numpy()
-        )
+        chosen, num_rows = torch.as_tensor(indices).cpu(), self._state.num_rows
+        if chosen.dtype == torch.bool:
+            if num_rows and len(chosen) != num_rows:
+                raise ValueError(f"{len(chosen)} rows were marked, the cache holds {num_rows}.")
+            chosen = chosen.nonzero()[:, 0]
+        self._state.select_rows(chosen.numpy())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row; the copies share their slots."""
@@ -281,6 +301,19 @@ class AsymmetricPagedCache(Cache):
         self._state.hot.check_integrity()
         self._state.cold.check_integrity()
 
-    def _adopt(self, state: CacheState, num_layers: int) -> None:
+    def _adopt(self, state: CacheState) -> None:
         self._state = state
-        super().__init__(layers=[AsymmetricPagedLayer(i, state) for i in range(num_layers)])
+        layers: list[Any] = [AsymmetricPagedLayer(i, state) for i in range(self._served.num_layers)]
+        super().__init__(layers=layers)
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    named = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    in_attention = any(getattr(model.config, name, 0) for name in named)
+    return bool(in_attention) or any(isinstance(m, nn.Dropout) and m.p for m in model.modules())
+
+
+def _is_asked_by_generate() -> bool:
+    # transformers may still refuse the call it has marked the cache for; then nobody but generate
+    # may be told that the cache is empty
+    return sys._getframe(2).f_globals.get("__name__") == "transformers.generation.utils"

@@ -1,6 +1,8 @@
 """What a cache can be asked to do, checked when it is built."""
 
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 DISPATCH_CHOICES = ("auto", "cascade", "batched_gemm", "per_row")
 
@@ -23,12 +25,13 @@ class CacheOptions:
             raise ValueError(
                 f"dispatch {self.dispatch!r} is unknown; known: {', '.join(DISPATCH_CHOICES)}."
             )
-        if self.cold_slots is not None and (
-            isinstance(self.cold_slots, bool)
-            or not isinstance(self.cold_slots, int)
-            or self.cold_slots < 1
-        ):
+        if self.cold_slots is not None and not _is_count(self.cold_slots):
             raise ValueError(
                 f"cold_slots is {self.cold_slots!r}; give a positive number of tokens, or None for "
                 "a pool that grows as needed."
             )
+
+
+def _is_count(given: Any) -> bool:
+    # True is an int, and numpy's integers are not
+    return isinstance(given, Integral) and given is not True and int(given) >= 1

@@ -3,10 +3,11 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.demo_model import obtain_model
 from hf_granikv.multi_agent import MultiAgentRunner
 from hf_granikv.prompts import left_padded
+from hf_granikv.settings import GenerationSettings, padding_id
 from hf_granikv.timing import StepTimer
 
 OPENING = "Answer in one or two sentences, from this file only.\n\n"
@@ -70,17 +72,17 @@ def run_demo(model_id: str | None, device: str | None, max_new_tokens: int) -> b
 
     Returns:
         Whether all agents gave the same tokens on both sides.
+
+    Raises:
+        ValueError: The device cannot be used, or the model cannot be loaded.
     """
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
     source = model_id or obtain_model(_say)
     _say(f"loading {source} in float32 on {device}")
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    # the same tokens to the last one is a promise of float32
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, attn_implementation="granikv"
-    )
+    model, tokenizer = _loaded(source)
     model.to(device).eval()
     with torch.no_grad():
         # the first forward pays for threads and memory that both sides use later
@@ -93,6 +95,38 @@ def run_demo(model_id: str | None, device: str | None, max_new_tokens: int) -> b
     num_same = sum(a == b for a, b in zip(ours.answers, stock.answers, strict=True))
     print(f"identical answers {num_same}/{len(AGENTS)} (compared token by token)")
     return num_same == len(AGENTS)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device)
+    # a build without the device asserts
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            f"--device {device} cannot be used here ({_first_line(error)}); give cpu, or leave it out."
+        ) from error
+
+
+def _loaded(source: str) -> tuple[Any, Any]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        # the same tokens to the last one is a promise of float32
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, attn_implementation="granikv"
+        )
+    except (OSError, ValueError) as error:
+        place = (
+            "this folder" if Path(source).is_dir() else "no such folder, so looked up on the hub"
+        )
+        raise ValueError(
+            f"--model {source} ({place}) cannot be loaded: {_first_line(error)} "
+            "Give the folder or the hub id of a causal language model."
+        ) from error
+    return model, tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _ours(
@@ -114,7 +148,7 @@ def _ours(
             questions,
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            streamer=_AnswerPrinter(tokenizer, model.generation_config.eos_token_id),
+            streamer=_AnswerPrinter(tokenizer, _settings(model, tokenizer)),
         )
     report = runner.report()
     assert report.suffix_prefill_s is not None
@@ -132,8 +166,8 @@ def _ours(
 
 def _stock(model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> _Measured:
     model.set_attn_implementation("sdpa")
-    pad_id = tokenizer.pad_token_id
-    ids, mask = left_padded(prompts, 0 if pad_id is None else pad_id)
+    pad_id = padding_id(tokenizer)
+    ids, mask = left_padded(prompts, pad_id)
     cache: Any = DynamicCache(config=model.config)
     timer = StepTimer(None, max_new_tokens)
     with (
@@ -146,15 +180,17 @@ def _stock(model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens:
             attention_mask=mask.to(model.device),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            pad_token_id=0 if pad_id is None else pad_id,
+            pad_token_id=pad_id,
             streamer=timer,
             **{CACHE_ARGUMENT: cache},
         )
-    eos_id = model.generation_config.eos_token_id
+    settings = _settings(model, tokenizer)
     assert timer.prefill_s is not None
     assert timer.decode_s is not None
     return _Measured(
-        answers=[_up_to_end(row, eos_id) for row in sequences[:, ids.shape[1] :].tolist()],
+        answers=[
+            tuple(settings.answer_ids(row)[0]) for row in sequences[:, ids.shape[1] :].tolist()
+        ],
         computed_tokens=sum(counts),
         first_token_s=timer.prefill_s,
         decode_s=timer.decode_s,
@@ -184,9 +220,9 @@ def _print_table(ours: _Measured, stock: _Measured) -> None:
 class _AnswerPrinter(BaseStreamer):
     """Prints each agent's answer as soon as its row has ended."""
 
-    def __init__(self, tokenizer: Any, eos_id: int | Sequence[int] | None) -> None:
+    def __init__(self, tokenizer: Any, settings: GenerationSettings) -> None:
         self._tokenizer = tokenizer
-        self._eos_id = eos_id
+        self._settings = settings
         self._rows: list[list[int]] | None = None
         self._open = list(range(len(AGENTS)))
 
@@ -197,7 +233,7 @@ class _AnswerPrinter(BaseStreamer):
             return
         for row in list(self._open):
             self._rows[row].append(int(value[row]))
-            if value[row].item() in _end_ids(self._eos_id):
+            if self._rows[row][-1] in self._settings.end_ids:
                 self._print(row)
 
     def end(self) -> None:
@@ -212,13 +248,8 @@ class _AnswerPrinter(BaseStreamer):
         print(f"\n  {name}: {question}\n    {' '.join(text.split())}", flush=True)
 
 
-def _end_ids(eos_id: int | Sequence[int] | None) -> set[int | None]:
-    return set(eos_id) if isinstance(eos_id, list | tuple) else {eos_id}  # type: ignore[arg-type]
-
-
-def _up_to_end(ids: list[int], eos_id: int | Sequence[int] | None) -> tuple[int, ...]:
-    ends = [i for i, token_id in enumerate(ids) if token_id in _end_ids(eos_id)]
-    return tuple(ids[: ends[0] + 1] if ends else ids)
+def _settings(model: Any, tokenizer: Any) -> GenerationSettings:
+    return GenerationSettings.checked({}, model.generation_config, tokenizer)
 
 
 @contextmanager

@@ -28,14 +28,13 @@ class HeldRows:
         shared_len: Prefix tokens that the rows see.
         lengths: `[num_rows]` private tokens of each row; None if no batch has started.
         owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
-        is_generated: Whether `generate` runs the rows. It counts positions on from the last column,
-            which is wrong for rows that end in pads, so they are counted here.
+        recounts_positions: Whether positions that come along are to be counted anew.
     """
 
     shared_len: int
     lengths: Ints | None
     owned: Bools | None
-    is_generated: bool
+    recounts_positions: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +46,22 @@ class Layout:
         shared_len: Prefix tokens that the rows see.
         owned: `[num_rows, q_len]` True where a new column is a token of the row, False for pads.
         dense_reason: Why the shared path must not be used, or None.
+        recounts_positions: Whether rows end in pads: `generate` will count their positions on from
+            the last column, which is wrong.
     """
 
     starts_batch: bool
     shared_len: int
     owned: Bools
     dense_reason: str | None = None
+    recounts_positions: bool = False
 
 
 def read_generation(
-    kwargs: dict[str, Any], prefix_ids: Ints, held: HeldRows
+    kwargs: dict[str, Any],
+    prefix_ids: Ints,
+    held: HeldRows,
+    prefix_embeds: Tensor | None = None,
 ) -> tuple[Layout, dict[str, Any]]:
     """Reads the first forward pass of a `generate` call.
 
@@ -65,6 +70,8 @@ def read_generation(
             or new tokens with an `attention_mask` that covers the prefix too.
         prefix_ids: `[prefix_len]` the ids in store.
         held: The rows of the call before.
+        prefix_embeds: `[prefix_len, hidden_size]` embeddings of those ids; needed for
+            `inputs_embeds`.
 
     Returns:
         The layout, and the arguments rewritten to the tokens that must be computed: right-aligned,
@@ -86,7 +93,10 @@ def read_generation(
         kwargs = {**kwargs, "attention_mask": torch.from_numpy(mask)}
         return read_forward(kwargs, held)
     lengths = hidden + is_real.sum(1)
+    _check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
     _check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
+    if prefix_embeds is not None:
+        _check_embeds(kwargs["inputs_embeds"], is_real, hidden, prefix_embeds)
 
     # what a row is asked logits of it has to compute: where it is the prefix itself its last
     # token, and under assisted decoding that token and the candidates; every row does it again
@@ -104,7 +114,8 @@ def read_generation(
     if num_ids:
         columns = np.take_along_axis(order, np.clip(from_end, 0, num_ids - 1), axis=1)
     kwargs = _take_columns(kwargs, columns, is_given, positions, prefix_ids, owned)
-    layout = Layout(True, shared_len, owned)
+    ends_in_pads = bool(num_ids and not is_real[:, -1].all())
+    layout = Layout(True, shared_len, owned, recounts_positions=ends_in_pads)
     kwargs["position_ids"] = None
     return layout, _with_positions_and_mask(kwargs, layout, positions, before=None)
 
@@ -151,7 +162,7 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
                 "the prefix. Tokens of the prefix cannot be given again in a plain forward pass."
             )
     layout = Layout(starts_batch, held.shared_len, owned, dense_reason)
-    if held.is_generated and dense_reason is None:
+    if held.recounts_positions and dense_reason is None:
         kwargs = {**kwargs, "position_ids": None}
     starts = held.shared_len + known
     positions = starts[:, None] + owned.cumsum(1) - 1
@@ -164,6 +175,36 @@ def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
             f"attention_mask is {tuple(mask.shape)} for {num_rows} rows of {num_ids} tokens; it "
             "must have a row for each and cover at least these tokens."
         )
+
+
+def _check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> None:
+    given = kwargs.get("position_ids")
+    if given is None or given.ndim != 2:
+        return
+    differs = is_real & (given.cpu().numpy() != counted)
+    if differs.any():
+        row, column = np.argwhere(differs)[0]
+        at = given.expand(len(counted), -1)[row, column]
+        raise ValueError(
+            f"position_ids has {at} at new column {column} of row {row}, which is token "
+            f"{counted[row, column]} of the row; a prefix is stored with positions counted from 0. "
+            "Leave position_ids out."
+        )
+
+
+def _check_embeds(embeds: Tensor, is_real: Bools, hidden: Ints, prefix_embeds: Tensor) -> None:
+    for row, start in enumerate(hidden):
+        columns = torch.from_numpy(np.flatnonzero(is_real[row])[: len(prefix_embeds) - start])
+        repeated = embeds[row, columns.to(embeds.device)]
+        expected = prefix_embeds[start : start + len(repeated)]
+        same = torch.isclose(repeated.detach(), expected.to(repeated.dtype), rtol=1e-3, atol=1e-5)
+        wrong = torch.nonzero(~same.all(-1))
+        if len(wrong):
+            raise ValueError(
+                f"row {row} of inputs_embeds differs from the prefix at position "
+                f"{start + int(wrong[0])}. Pass embeddings of whole prompts that start with the "
+                "prefix; or, with the suffix alone, an attention_mask over prefix and suffix."
+            )
 
 
 def _check_contains_prefix(

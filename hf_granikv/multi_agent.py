@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.config import CacheOptions
+from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.prompts import (
     Message,
     SharedText,
+    check_message,
     left_padded,
     render,
     shared_ids,
@@ -21,8 +24,8 @@ from hf_granikv.prompts import (
     suffix_ids,
 )
 from hf_granikv.report import RunReport
-from hf_granikv.settings import GenerationSettings
-from hf_granikv.timing import StepTimer
+from hf_granikv.settings import GenerationSettings, padding_id
+from hf_granikv.timing import StepTimer, forward_progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -102,7 +105,7 @@ class MultiAgentRunner:
         max_cold_slots: Limit of private tokens held per prefix; None grows as needed.
 
     Raises:
-        ValueError: The tokenizer knows more tokens than the model embeds.
+        ValueError: The tokenizer knows more tokens than the model embeds, or an option means nothing.
     """
 
     def __init__(
@@ -123,8 +126,10 @@ class MultiAgentRunner:
         self.model: Any = model
         self.tokenizer = tokenizer
         self.agents: dict[str, Agent] = {}
-        self._dispatch = dispatch
-        self._max_cold_slots = max_cold_slots
+        try:
+            self._options = CacheOptions(dispatch, max_cold_slots)
+        except ValueError as error:
+            raise ValueError(_in_our_words(error)) from None
         self._shares: dict[int, _Share] = {}
         self._report = RunReport()
 
@@ -136,15 +141,15 @@ class MultiAgentRunner:
                 or the head of the first user message where the template takes no system message.
 
         Raises:
-            ValueError: There is nothing to share, or the chat template cannot put it first.
+            ValueError: There is nothing to share, it is no text and no list of messages, or the chat
+                template cannot put it first.
         """
         shared = shared_text(self.tokenizer, content)
         ids = shared_ids(self.tokenizer, shared)
-        cache = AsymmetricPagedCache(
-            self.model.config, dispatch=self._dispatch, cold_slots=self._max_cold_slots
-        )
+        cache = AsymmetricPagedCache(self.model.config, **asdict(self._options))
         start = time.perf_counter()
-        prefix = cache.prefill(self.model, torch.tensor([ids], device=self.model.device))
+        with forward_progress(self.model, f"granikv prefix of {len(ids)} tokens"):
+            prefix = cache.prefill(self.model, torch.tensor([ids], device=self.model.device))
         prefill_s = time.perf_counter() - start
         self._shares[id(prefix)] = _Share(prefix, shared, ids, cache, prefill_s)
         return prefix
@@ -172,6 +177,7 @@ class MultiAgentRunner:
             ValueError: The agent is unknown, or nothing follows the shared text.
         """
         agent = self._known(agent)
+        check_message(agent.name, message)
         share = self._shares[id(agent.prefix)]
         text = render(self.tokenizer, share.shared, agent.conversation(message))
         suffix = suffix_ids(self.tokenizer, share.shared, text)
@@ -195,17 +201,21 @@ class MultiAgentRunner:
             The replies by agent name, in the order of `messages`.
 
         Raises:
+            ColdPoolFullError: The turn needs more private tokens than `max_cold_slots`.
             ValueError: No message, an unknown agent, one asked twice, or an argument of `generate`
                 that this method sets itself or cannot serve.
         """
         asked = self._resolve(messages)
+        turns: dict[int, dict[str, str]] = {}
+        for name, message in asked.items():
+            turns.setdefault(id(self.agents[name].prefix), {})[name] = message
+        num_rows = max(map(len, turns.values()))
         settings = GenerationSettings.checked(
-            generation_kwargs, self.model.generation_config, self.tokenizer, self._pad_id
+            generation_kwargs, self.model.generation_config, self.tokenizer, num_rows=num_rows
         )
         replies: dict[str, Reply] = {}
         reports: list[RunReport] = []
-        for prefix_id in dict.fromkeys(id(self.agents[name].prefix) for name in asked):
-            turn = {n: m for n, m in asked.items() if id(self.agents[n].prefix) == prefix_id}
+        for prefix_id, turn in turns.items():
             prefix_replies, report = self._ask(self._shares[prefix_id], turn, settings)
             replies.update(prefix_replies)
             reports.append(report)
@@ -227,11 +237,12 @@ class MultiAgentRunner:
             name = self._known(key).name
             if name in asked:
                 raise ValueError(f"agent {name!r} was asked twice; pass it or its name, once.")
+            check_message(name, message)
             asked[name] = message
         return asked
 
     def _known(self, agent: Agent | str) -> Agent:
-        name = agent if isinstance(agent, str) else agent.name
+        name: Any = getattr(agent, "name", agent)
         known = self.agents.get(name)
         if known is None or agent not in (name, known):
             names = ", ".join(self.agents) or "none"
@@ -242,19 +253,22 @@ class MultiAgentRunner:
         self, share: _Share, turn: dict[str, str], settings: GenerationSettings
     ) -> tuple[dict[str, Reply], RunReport]:
         prompts = [self.prompt_ids(name, message) for name, message in turn.items()]
-        ids, mask = left_padded(prompts, self._pad_id)
+        ids, mask = left_padded(prompts, padding_id(self.tokenizer))
         width = ids.shape[1]
         limit = settings.max_new_tokens(width)
 
         timer = StepTimer(settings.kwargs.get("streamer"), limit)
         heard = {"streamer": timer} if settings.takes_streamer else {}
         steps_before = dict(share.cache.stats().backend_steps)
-        with timer:
-            output = self.model.generate(
-                input_ids=ids.to(self.model.device),
-                attention_mask=mask.to(self.model.device),
-                **{**settings.kwargs, **heard, CACHE_ARGUMENT: share.cache},
-            )
+        try:
+            with timer:
+                output = self.model.generate(
+                    input_ids=ids.to(self.model.device),
+                    attention_mask=mask.to(self.model.device),
+                    **{**settings.kwargs, **heard, CACHE_ARGUMENT: share.cache},
+                )
+        except ColdPoolFullError as error:
+            raise ColdPoolFullError(_in_our_words(error)) from error
         sequences = output if isinstance(output, Tensor) else output.sequences
         answers = sequences[:, width:].tolist()
         replies = {
@@ -296,12 +310,9 @@ class MultiAgentRunner:
             name, cast("str", text), tuple(ids), prompt_tokens, "length" if is_cut else "stop"
         )
 
-    @property
-    def _pad_id(self) -> int:
-        for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token_id is not None:
-                return token_id
-        return 0
+
+def _in_our_words(error: Exception) -> str:
+    return str(error).replace("cold_slots", "max_cold_slots")
 
 
 def _user(content: str) -> dict[str, str]:

@@ -38,10 +38,10 @@ def shared_text(
     head of the first user message otherwise. Without a template it is taken as it is.
 
     Raises:
-        ValueError: `content` is empty, or is a list of messages that the template cannot put at the
-            head of a prompt, or that no template is there for.
+        ValueError: `content` is empty, is neither text nor messages of text, or is a list of messages
+            that the template cannot put at the head of a prompt, or that no template is there for.
     """
-    contents = [content] if isinstance(content, str) else [m["content"] for m in content]
+    contents = [content] if isinstance(content, str) else _contents(content)
     if not any(text.strip() for text in contents):
         raise ValueError("share was given nothing to share; pass a text or messages with content.")
     if tokenizer.chat_template is None:
@@ -57,6 +57,22 @@ def shared_text(
         return _shared_messages(tokenizer, [{"role": "system", "content": content}])
     except ValueError:
         return _shared_messages(tokenizer, [{"role": "user", "content": content}])
+
+
+def check_message(name: str, message: object) -> None:
+    """Checks what the agent `name` is asked.
+
+    Raises:
+        ValueError: It is no text, or a blank one.
+    """
+    if not isinstance(message, str):
+        raise ValueError(
+            f"the message for agent {name!r} is a {type(message).__name__}; pass a str."
+        )
+    if not message.strip():
+        raise ValueError(
+            f"the message for agent {name!r} is blank; ask it something, or leave it out of this turn."
+        )
 
 
 def render(
@@ -103,6 +119,24 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
     ids = torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return ids, mask
+
+
+def _contents(messages: object) -> list[str]:
+    if not isinstance(messages, Sequence):
+        raise ValueError(
+            f"share was given a {type(messages).__name__}; pass a str, or a list of messages "
+            "{'role': ..., 'content': ...}."
+        )
+    for message in messages:
+        keys = ("role", "content")
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in keys
+        ):
+            raise ValueError(
+                f"share was given the message {message!r}; give each message a 'role' and a "
+                "'content' that are one str each (join the text parts of a content list)."
+            )
+    return [message["content"] for message in messages]
 
 
 def _shared_messages(

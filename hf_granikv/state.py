@@ -35,8 +35,8 @@ class CacheState:
         num_columns: Mask columns since the prefix.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
-        is_generated: Whether `generate` runs the rows; it miscounts positions of rows that end in
-            pads.
+        recounts_positions: Whether `generate` runs rows that end in pads; it counts their positions
+            on from the last column, which is wrong.
     """
 
     def __init__(self, num_layers: int, options: CacheOptions, hot: HotPool) -> None:
@@ -49,12 +49,12 @@ class CacheState:
         self.num_columns = 0
         self.step_id = 0
         self.is_generation_pending = False
-        self.is_generated = False
+        self.recounts_positions = False
         self._owned: Bools | None = None
         self._staged: Layout | None = None
         self._step: Step | None = None
         self._num_written = 0
-        self._starts_batch = False
+        self._shared_before: int | None = None
         self._hold: finalize | None = None
 
     @property
@@ -70,9 +70,9 @@ class CacheState:
     def held_rows(self) -> HeldRows:
         """The rows as `inputs` needs to see them."""
         if not self.num_rows:
-            return HeldRows(self.shared_len, None, None, self.is_generated)
+            return HeldRows(self.shared_len, None, None, False)
         lengths, owned = self.cold.table.lengths, self._owned_columns()
-        return HeldRows(self.shared_len, lengths, owned, self.is_generated)
+        return HeldRows(self.shared_len, lengths, owned, self.recounts_positions)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -99,14 +99,15 @@ class CacheState:
             ValueError: If the rows are not those held.
         """
         num_rows, _, q_len, _ = key_states.shape
-        layout = self._staged
-        if layout is None:
+        layout, self._staged = self._staged, None
+        if layout is None or layout.owned.shape != (num_rows, q_len):
             layout = self._plain_layout(num_rows, q_len)
         counts = layout.owned.sum(1)
         self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
-        self._starts_batch = layout.starts_batch
+        self._shared_before = self.shared_len if layout.starts_batch else None
         if layout.starts_batch:
             self._start_rows(num_rows, layout.shared_len)
+            self.recounts_positions = layout.recounts_positions
         before = self.cold.table.lengths
         is_even = bool(layout.owned.all())
         source = None if is_even else np.flatnonzero(layout.owned)
@@ -117,7 +118,7 @@ class CacheState:
             self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
         self.num_columns += q_len
         self.step_id += 1
-        self._staged, self._num_written = None, 0
+        self._num_written = 0
         plan = self._plan(layout, before, key_states.device)
         self._step = Step(plan, write)
         return self._step
@@ -148,8 +149,8 @@ class CacheState:
         self._staged = None
         if self._step is not None and self._num_written < self.cold.num_layers:
             self.crop(self._step.plan.q_len)
-            if self._starts_batch:
-                self._start_rows(0, self._whole_len if self.is_generated else self.shared_len)
+            if self._shared_before is not None:
+                self._start_rows(0, self._shared_before)
 
     def crop(self, num_columns: int) -> None:
         """Takes the last columns away, those of the prefix last; the prefix itself stays."""
@@ -194,7 +195,7 @@ class CacheState:
         """Frees everything private; the prefix stays and is whole again."""
         self._start_rows(0, self._whole_len)
         self.cold.release()
-        self.is_generation_pending = self.is_generated = False
+        self.is_generation_pending = False
         self._staged = self._step = None
 
     def fork(self) -> "CacheState":
@@ -205,13 +206,14 @@ class CacheState:
             self.hot.acquire(self.prefix)
             twin.hold(self.prefix)
         twin.shared_len, twin.num_columns = self.shared_len, self.num_columns
-        twin.step_id, twin.is_generated = self.step_id, self.is_generated
+        twin.step_id, twin.recounts_positions = self.step_id, self.recounts_positions
         twin._owned = None if self._owned is None else self._owned.copy()
         return twin
 
     def stats(self) -> CacheStats:
         """What is held now."""
-        hot_bytes, cold_bytes = self.hot.num_bytes, self.cold.num_bytes
+        hot_bytes = 0 if self.prefix is None else self.prefix.num_bytes
+        cold_bytes = self.cold.num_bytes
         per_column = self.cold.bytes_per_token
         if self.prefix is not None:
             per_column = self.prefix.num_bytes // self.prefix.num_tokens
@@ -219,7 +221,7 @@ class CacheState:
             hot_bytes=hot_bytes,
             cold_bytes=cold_bytes,
             peak_bytes=max(self.cold.peak_bytes, cold_bytes) + hot_bytes,
-            hot_tokens=self.hot.num_tokens,
+            hot_tokens=self._whole_len,
             cold_tokens=self.cold.num_tokens,
             dense_equivalent_bytes=self.num_rows * self.num_held * per_column,
             prefix_groups=int(self.prefix is not None and self.num_rows > 0),
@@ -232,7 +234,7 @@ class CacheState:
 
     def _start_rows(self, num_rows: int, shared_len: int) -> None:
         self.cold.begin(num_rows)
-        self.num_columns, self._owned = 0, None
+        self.num_columns, self._owned, self.recounts_positions = 0, None, False
         self.shared_len = shared_len
 
     def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
@@ -256,6 +258,7 @@ class CacheState:
         mask = None
         if self.prefix is not None and not (q_len == 1 and len(set(lengths.tolist())) == 1):
             seen = before[:, None] + layout.owned.cumsum(1)  # [rows, q_len]
+            seen = seen[:1] if (seen == seen[0]).all() else seen
             visible = np.arange(self.cold.table.max_length) < seen[:, :, None]
             mask = torch.from_numpy(visible[:, None]).to(device)
         column_index = None

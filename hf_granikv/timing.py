@@ -1,9 +1,11 @@
 """Times the steps of a running `generate` and shows that they go on."""
 
 import time
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 
@@ -11,10 +13,37 @@ class Streamer(Protocol):
     """What `generate` tells its steps to, as transformers' `BaseStreamer` has it."""
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt first, then the tokens of each step."""
+        """Takes the prompts first, then the tokens of each step.
+
+        Args:
+            value: `[num_rows, width]` the padded prompts, then `[num_rows]` a token of each row.
+        """
 
     def end(self) -> None:
-        """Hears that no more steps follow."""
+        """Hears, without a value, that no more steps follow."""
+
+
+@contextmanager
+def forward_progress(model: Any, description: str) -> Iterator[None]:
+    """Shows on a terminal how many layers of the forward pass in the `with` block are done.
+
+    Args:
+        model: A transformers model, or a wrapper of one.
+        description: What the bar is headed with.
+    """
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+    with tqdm(total=num_layers, desc=description, unit="layer", leave=False, disable=None) as bar:
+
+        def count(*_: object) -> None:
+            bar.update()
+
+        hooks = [layer.register_forward_hook(count) for layer in next(stacks, ())]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 class StepTimer:
@@ -50,7 +79,11 @@ class StepTimer:
         self._progress.close()
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt first, then the tokens of each step."""
+        """Takes the prompts first, then the tokens of each step.
+
+        Args:
+            value: `[num_rows, width]` the padded prompts, then `[num_rows]` a token of each row.
+        """
         if len(self._marks_s) > 1:
             self._progress.update()
         self._marks_s.append(time.perf_counter())
@@ -58,7 +91,7 @@ class StepTimer:
             self._streamer.put(value)
 
     def end(self) -> None:
-        """Hands the end on to the caller's streamer."""
+        """Hands the end, which carries no value, on to the caller's streamer."""
         if self._streamer is not None:
             self._streamer.end()
 

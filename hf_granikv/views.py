@@ -53,8 +53,8 @@ class StepPlan:
         q_len: Tokens per row in this forward, pads included.
         shared_len: Prefix tokens that every row sees.
         kv_len: Columns of the attention mask: `shared_len` and all columns since.
-        suffix_mask: `[num_rows, 1, q_len, max_suffix_len]` bool, True where a query sees a private
-            token; None if every query sees all of them.
+        suffix_mask: `[num_rows or 1, 1, q_len, max_suffix_len]` bool, True where a query sees a
+            private token; None if every query sees all of them.
         column_index: `[num_rows, kv_len - shared_len]` the private token of each column; None if
             columns and private tokens agree.
         dense_reason: Why the shared path must not be used in this forward, or None.

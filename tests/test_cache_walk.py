@@ -125,6 +125,11 @@ class Held:
                 assert torch.equal(got, self.planted(expected, layer_idx))
             if lazy_step is not None:
                 self.check_mask(lazy_step, q_len)
+        if self.prefix:
+            # the mask of attentions that read the dense columns
+            visible = np.concatenate([np.ones((len(self.rows), self.shared_len)), self.owned], 1)
+            given = np.ones_like(visible) if MODEL.mask is None else MODEL.mask.numpy()
+            assert np.array_equal(given, visible)
 
     def check_mask(self, step: Any, q_len: int) -> None:
         width = max(map(len, self.rows))

@@ -49,6 +49,39 @@ def test_what_stops_the_demo_is_said_in_one_line(monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("count", ["abc", "1", "-3", "2.5"])
+def test_too_few_new_tokens_are_named(count, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", f"--max-new-tokens={count}"])
+    assert f"--max-new-tokens: '{count}' is no whole number of 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--device", "nowhere"], "--device nowhere cannot be used here"),
+        (["--model", "/nonexistent/x"], "--model /nonexistent/x (no such folder"),
+        (["--model", "."], "--model . (this folder) cannot be loaded"),
+    ],
+    ids=["device", "path", "folder"],
+)
+def test_what_cannot_be_loaded_is_said_in_one_line(monkeypatch, tmp_path, capsys, argv, text):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"granikv demo: {text}")
+    assert error.count("\n") == 1
+
+
+def test_a_build_without_cuda_says_so(monkeypatch, capsys):
+    def zeros(*args, **kwargs):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr("torch.zeros", zeros)
+    assert cli.main(["demo", "--device", "cuda"]) == 2
+    assert "not compiled with CUDA enabled); give cpu" in capsys.readouterr().err
+
+
 def test_converted_model_is_used_before_anything_else(empty_home):
     folder = empty_home / demo_model.MODEL_NAME
     assert demo_model.local_model() is None

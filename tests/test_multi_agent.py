@@ -1,78 +1,34 @@
 import importlib.util
+import io
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from agents import (
+    CHATML,
+    LAST_USER_SYSTEM,
+    MESSAGES,
+    NO_SYSTEM,
+    SHARED,
+    byte_tokenizer,
+    llama,
+    new_runner,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     StoppingCriteriaList,
 )
 from transformers.generation import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_granikv import demo_model
-from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv import demo_model, timing
 from hf_granikv.multi_agent import MultiAgentRunner
-
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<eos>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-NO_SYSTEM = (
-    "{{ '<bos>' }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{{ '[' + m['role'] + ']' + m['content'] | trim + '<eos>' }}{% endfor %}"
-)
-# puts a system message into the last user message, so it is at the head of the first turn only
-LAST_USER_SYSTEM = (
-    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m['role'] == 'system' %}"
-    "{% set ns.system = m['content'] + ' ' %}{% elif loop.last and m['role'] == 'user' %}"
-    "{{ '[user]' + ns.system + m['content'] }}{% else %}{{ '[' + m['role'] + ']' + m['content'] }}"
-    "{% endif %}{% endfor %}"
-)
-SHARED = "The tide table of Vaskelo, in four parts. "
-MESSAGES = {"ann": "When is high water?", "bo": "Why?", "cy": "Who keeps the log of the pumps?"}
-
-
-def byte_tokenizer(chat_template=None):
-    special = ["<pad>", "<bos>", "<eos>", "<|im_start|>"]
-    vocab = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    fast.chat_template = chat_template
-    return fast
 
 
 @pytest.fixture(params=["granikv", "sdpa"])
 def model(request):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        attn_implementation=request.param,
-    )
-    return LlamaForCausalLM(config).eval()
+    return llama(request.param)
 
 
 @pytest.fixture(params=[None, CHATML, NO_SYSTEM], ids=["plain", "chatml", "no_system"])
@@ -104,14 +60,6 @@ def plain_answer(model, ids, **kwargs):
     kwargs = {"max_new_tokens": 12, "do_sample": False, **kwargs}
     out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **kwargs)
     return tuple(out[0, len(ids) :].tolist())
-
-
-def new_runner(model, tokenizer, **kwargs):
-    runner = MultiAgentRunner(model, tokenizer, **kwargs)
-    prefix = runner.share(SHARED)
-    for name in MESSAGES:
-        runner.agent(name, prefix)
-    return runner
 
 
 @pytest.mark.smoke
@@ -231,19 +179,91 @@ def test_answer_ends_at_the_end_token(model):
     assert stopped.finish_reason == "stop"
 
 
-def test_a_row_that_a_criterion_stopped_carries_no_pads(model):
-    class FirstRowAfterTwo(StoppingCriteria):
+@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])
+def test_a_row_that_a_criterion_stopped_carries_no_pads(model, pad_token):
+    class FirstRowAfterOne(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             done = torch.zeros(len(input_ids), dtype=torch.bool)
             done[0] = True
             return done
 
-    runner = new_runner(model, byte_tokenizer())
+    runner = new_runner(model, byte_tokenizer(pad_token=pad_token))
     replies = runner.run(
-        MESSAGES, max_new_tokens=6, stopping_criteria=StoppingCriteriaList([FirstRowAfterTwo()])
+        MESSAGES, max_new_tokens=6, stopping_criteria=StoppingCriteriaList([FirstRowAfterOne()])
     )
     assert [len(reply.token_ids) for reply in replies.values()] == [1, 6, 6]
     assert [r.finish_reason for r in replies.values()] == ["stop", "length", "length"]
+    assert runner.report().generated_tokens == 13
+
+
+@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])
+def test_a_beam_that_a_criterion_stopped_carries_no_pads(model, pad_token):
+    """Beam search fills with the end token where the pad id is 0."""
+
+    class UnpaddedRow(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids[:, 0] > 2
+
+    runner = new_runner(model, byte_tokenizer(pad_token=pad_token))
+    criteria = StoppingCriteriaList([UnpaddedRow()])
+    options = {"num_beams": 2, "early_stopping": True, "max_new_tokens": 6}
+    replies = runner.run(MESSAGES, stopping_criteria=criteria, **options)
+    assert [len(reply.token_ids) for reply in replies.values()] == [6, 6, 1]
+    assert 2 not in replies["cy"].token_ids
+
+
+@pytest.mark.parametrize("pad_token", ["<pad>", "<eos>"])
+def test_stop_strings_in_a_config_end_an_answer(model, pad_token):
+    tokenizer = byte_tokenizer(pad_token=pad_token)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    full = new_runner(model, tokenizer).run(MESSAGES, **options)
+    # one row stops at its third token, beside rows that go on
+    char = full["ann"].text[2]
+    config = GenerationConfig(stop_strings=[char], **options)
+    replies = new_runner(model, tokenizer).run(MESSAGES, generation_config=config)
+    assert replies["ann"].text.endswith(char)
+    assert replies["ann"].finish_reason == "stop"
+    for reply in replies.values():
+        assert tokenizer.pad_token_id not in reply.token_ids
+        assert 2 not in reply.token_ids
+
+
+def test_an_end_token_may_come_as_a_tensor(model):
+    full = new_runner(model, byte_tokenizer()).run({"ann": "Why?"}, max_new_tokens=12)["ann"]
+    end = full.token_ids[4]
+    reply = new_runner(model, byte_tokenizer()).run(
+        {"ann": "Why?"}, max_new_tokens=12, eos_token_id=torch.tensor([2, end])
+    )["ann"]
+    assert reply.token_ids == full.token_ids[: full.token_ids.index(end) + 1]
+
+
+def test_no_end_token_means_none(model):
+    """The model's own end token came back for the cut, though generate had run past it."""
+    runner = new_runner(model, byte_tokenizer())
+    model.generation_config.eos_token_id = runner.run({"ann": "Why?"}, max_new_tokens=6)[
+        "ann"
+    ].token_ids[2]
+    runner = new_runner(model, byte_tokenizer())
+    assert len(runner.run({"ann": "Why?"}, max_new_tokens=6)["ann"].token_ids) < 6
+    runner = new_runner(model, byte_tokenizer())
+    reply = runner.run({"ann": "Why?"}, max_new_tokens=6, eos_token_id=None)["ann"]
+    assert len(reply.token_ids) == 6
+    assert reply.finish_reason == "length"
+
+
+def test_share_shows_the_layers_it_has_done(model, monkeypatch):
+    bars = []
+
+    class Bar(timing.tqdm):
+        def __init__(self, *args, **kwargs):
+            assert kwargs["disable"] is None
+            super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr(timing, "tqdm", Bar)
+    MultiAgentRunner(model, byte_tokenizer()).share(SHARED)
+    assert [(bar.desc, bar.n, bar.total) for bar in bars] == [("granikv prefix of 42 tokens", 2, 2)]
+    assert not any(layer._forward_hooks for layer in model.model.layers)
 
 
 def test_generation_config_replaces_the_default_length(model):
@@ -295,63 +315,6 @@ def test_prefix_is_computed_once(model):
     runner.run(MESSAGES, max_new_tokens=4, eos_token_id=-1)
     longest = max(map(len, MESSAGES.values()))
     assert sum(seen) == len(SHARED) + 3 * longest + 3 * 3
-
-
-@pytest.mark.parametrize(
-    ("messages", "kwargs", "text"),
-    [
-        ({}, {}, "no messages"),
-        ({"dee": "Why?"}, {}, "'dee' is unknown; known: ann, bo, cy"),
-        ({"ann": "Why?"}, {"num_return_sequences": 2, "do_sample": True}, "model.generate"),
-        ({"ann": "Why?"}, {CACHE_ARGUMENT: None}, "builds from the messages"),
-        ({"ann": ""}, {}, "no token after the shared text"),
-    ],
-    ids=["empty", "unknown", "many_answers", "own_argument", "no_suffix"],
-)
-def test_what_run_cannot_serve_is_refused(model, messages, kwargs, text):
-    with pytest.raises(ValueError, match=text):
-        new_runner(model, byte_tokenizer()).run(messages, **kwargs)
-
-
-def test_an_agent_is_asked_once(model):
-    runner = new_runner(model, byte_tokenizer())
-    with pytest.raises(ValueError, match="asked twice"):
-        runner.run({"ann": "Why?", runner.agents["ann"]: "Who?"})
-
-
-def test_names_and_prefixes_belong_to_their_runner(model):
-    runner, other = new_runner(model, byte_tokenizer()), new_runner(model, byte_tokenizer())
-    with pytest.raises(ValueError, match="'ann' is there already"):
-        runner.agent("ann", runner.agents["bo"].prefix)
-    with pytest.raises(ValueError, match="does not hold"):
-        runner.agent("dee", other.agents["bo"].prefix)
-    with pytest.raises(ValueError, match="'bo' is unknown"):
-        runner.run({other.agents["bo"]: "Why?"})
-
-
-@pytest.mark.parametrize("content", ["", " \n", [], [{"role": "system", "content": ""}]])
-def test_nothing_to_share_is_refused(model, content):
-    with pytest.raises(ValueError, match="nothing to share"):
-        MultiAgentRunner(model, byte_tokenizer(CHATML)).share(content)
-
-
-def test_messages_without_a_template_are_refused(model):
-    with pytest.raises(ValueError, match="no chat template"):
-        MultiAgentRunner(model, byte_tokenizer()).share([{"role": "user", "content": SHARED}])
-
-
-def test_a_larger_tokenizer_is_refused(model):
-    model.resize_token_embeddings(200)
-    with pytest.raises(ValueError, match="knows 260 tokens, the model embeds 200"):
-        MultiAgentRunner(model, byte_tokenizer())
-
-
-def test_a_prompt_that_lost_its_head_is_refused(model):
-    tokenizer = byte_tokenizer(CHATML)
-    runner = new_runner(model, tokenizer)
-    tokenizer.chat_template = "now " + CHATML
-    with pytest.raises(ValueError, match="share the text as a user message"):
-        runner.run(MESSAGES)
 
 
 def test_a_failing_turn_changes_no_history(model):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.pools.slots import SlotAllocator
+from hf_granikv.pools.storage import clone, moved, slots_like
 from hf_granikv.pools.token_table import TokenTable
 
 # room left behind each run, so that rows grow in place: at least so many slots
@@ -182,8 +183,8 @@ class ColdPool:
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         if self._keys[layer_idx] is None:
-            self._keys[layer_idx] = _slots_like(keys, self.num_slots)
-            self._values[layer_idx] = _slots_like(values, self.num_slots)
+            self._keys[layer_idx] = slots_like(keys, self.num_slots)
+            self._values[layer_idx] = slots_like(values, self.num_slots)
         if write.start is not None:
             q_len = keys.shape[2]
             key_runs, value_runs = self._runs(layer_idx)
@@ -230,8 +231,8 @@ class ColdPool:
     def copy(self) -> "ColdPool":
         """An independent pool with the same rows."""
         twin = ColdPool(len(self._keys), limit=self.limit)
-        twin._keys = [_clone(t) for t in self._keys]
-        twin._values = [_clone(t) for t in self._values]
+        twin._keys = [clone(t) for t in self._keys]
+        twin._values = [clone(t) for t in self._values]
         twin._allocator.grow(self.num_slots)
         twin._allocator.hold(self.table.flat())
         twin.table = self.table.copy()
@@ -261,8 +262,8 @@ class ColdPool:
         new_slots = table.flat()
         if len(old_slots) or num_slots > self.num_slots:
             src, dst = torch.from_numpy(old_slots), torch.from_numpy(new_slots)
-            self._keys = [_moved(t, num_slots, src, dst) for t in self._keys]
-            self._values = [_moved(t, num_slots, src, dst) for t in self._values]
+            self._keys = [moved(t, num_slots, src, dst) for t in self._keys]
+            self._values = [moved(t, num_slots, src, dst) for t in self._values]
             self._allocator = SlotAllocator()
             self._allocator.grow(num_slots)
             self._allocator.hold(new_slots)
@@ -276,8 +277,8 @@ class ColdPool:
             num_slots = min(num_slots, self.limit)
         self._forget_views()
         kept = torch.arange(self.num_slots)
-        self._keys = [_moved(t, num_slots, kept, kept) for t in self._keys]
-        self._values = [_moved(t, num_slots, kept, kept) for t in self._values]
+        self._keys = [moved(t, num_slots, kept, kept) for t in self._keys]
+        self._values = [moved(t, num_slots, kept, kept) for t in self._values]
         self._allocator.grow(num_slots)
 
     def _runs(self, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -307,25 +308,3 @@ class ColdPool:
     def _forget_views(self) -> None:
         self._gather_index = None
         self._run_views = [None] * self.num_layers
-
-
-def _slots_like(states: Tensor, num_slots: int) -> Tensor:
-    return _zeros(states, (num_slots, states.shape[1], states.shape[3]))
-
-
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    # zeros, not empty: masked slots are multiplied by zero weights and must be finite;
-    # never an inference tensor, or a later call outside inference mode could not write to it
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-
-def _moved(storage: Tensor | None, num_slots: int, src: Tensor, dst: Tensor) -> Tensor | None:
-    if storage is None:
-        return None
-    moved = _zeros(storage, (num_slots, *storage.shape[1:]))
-    return moved.index_copy_(0, dst.to(storage.device), storage[src.to(storage.device)])
-
-
-def _clone(storage: Tensor | None) -> Tensor | None:
-    return None if storage is None else _zeros(storage, tuple(storage.shape)).copy_(storage)
