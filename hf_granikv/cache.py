@@ -79,11 +79,10 @@ class AsymmetricPagedCache(Cache):
                 "ids, [1, prefix_len], without padding."
             )
         if state.prefix is not None or state.num_rows:
-            held = "a prefix" if state.prefix is not None else f"{state.num_rows} rows"
-            raise ValueError(
-                f"the cache holds {held} already; call cache.release(prefix) or cache.reset() "
-                "first, or build another cache."
-            )
+            held = f"{state.num_rows} rows already; call cache.reset() first"
+            if state.prefix is not None:
+                held = "a prefix already; call cache.release(prefix) first"
+            raise ValueError(f"the cache holds {held}, or build another cache.")
         inner = self.attach(model)
         if inner.training and _has_dropout(inner):
             raise ValueError(

@@ -104,8 +104,9 @@ class CacheState:
             layout = self._plain_layout(num_rows, q_len)
         counts = layout.owned.sum(1)
         self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
-        self._shared_before = self.shared_len if layout.starts_batch else None
+        self._shared_before = None
         if layout.starts_batch:
+            self._shared_before = self._whole_len if self.num_rows else self.shared_len
             self._start_rows(num_rows, layout.shared_len)
             self.recounts_positions = layout.recounts_positions
         before = self.cold.table.lengths

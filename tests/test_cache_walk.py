@@ -136,6 +136,7 @@ class Held:
         mask = step.plan.suffix_mask
         if mask is None:
             mask = torch.ones(len(self.rows), 1, q_len, width, dtype=torch.bool)
+        mask = mask.expand(len(self.rows), -1, -1, -1)
         assert step.suffix_keys.shape[2] == mask.shape[3] == width
         before = self.owned.shape[1] - q_len
         for row, column in itertools.product(range(len(self.rows)), range(q_len)):
@@ -170,9 +171,11 @@ class CacheWalk(RuleBasedStateMachine):
         failure = PlantedError if fails_at == 0 or not is_full else ColdPoolFullError
         is_good = fails_at is None and not is_full
         MODEL.fails_at = fails_at
-        with nullcontext() if is_good else pytest.raises(failure):
-            MODEL(**inputs, **cached(self.held.cache))
-        MODEL.fails_at = None
+        try:
+            with nullcontext() if is_good else pytest.raises(failure):
+                MODEL(**inputs, **cached(self.held.cache))
+        finally:
+            MODEL.fails_at = None
         if is_good:
             return "done"
         return "broke off" if fails_at and not is_full else "untouched"
@@ -192,15 +195,22 @@ class CacheWalk(RuleBasedStateMachine):
         whole = [[*held.prefix, *row] for row in rows]
         shared_len = min([len(held.prefix), *(len(row) - 1 for row in whole)])
         num_new = sum(len(row) - shared_len for row in whole)
-        # what generate does to a cache right before its first forward
+        # what generate does to a cache right before its first forward, and hands to that
         held.cache._is_user_defined = True
-        outcome = self.run(LAYOUTS[layout](held.prefix, rows), num_new, 0, fails_at)
+        inputs = LAYOUTS[layout](held.prefix, rows)
+        mask = inputs["attention_mask"]
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        inputs["position_ids"] = positions[:, -inputs["input_ids"].shape[1] :]
+        outcome = self.run(inputs, num_new, 0, fails_at)
         if outcome == "done":
             held.start(whole, 0)
             held.check_returned(held.owned.shape[1])
         elif outcome == "broke off":
-            # the rows of the call before are gone once a layer has stored
+            # the rows of the call before are gone once a layer has stored; a crop into the prefix
+            # that came before any rows stays
+            shared_len = len(held.prefix) if held.rows else held.shared_len
             held.start([], 0)
+            held.shared_len = shared_len
 
     @rule(data=st.data(), q_len=st.sampled_from([1, 1, 2, 3]), seed=st.integers(0, 99))
     def forward(self, data: st.DataObject, q_len: int, seed: int) -> None:
