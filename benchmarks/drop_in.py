@@ -44,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="path or hub id; default SmolLM2-135M-Instruct")
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -55,13 +56,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model or obtain_model(print), dtype=dtype)
     model.eval()
     tokens = torch.randint(100, model.config.vocab_size, (args.tokens, args.rows, 1))
-    prompts = tokens[:8, :, 0].T
+    prompts = tokens[: args.prompt, :, 0].T
     peers: list[Peer] = [DropIn(model), DynamicFromPrompt(model)]
     seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
     with torch.no_grad():
         for peer in peers:
             peer.prepare(prompts[:, :0], prompts, args.tokens)
-        for turn, ids in enumerate(tokens[8:]):
+        for turn, ids in enumerate(tokens[args.prompt :]):
             # whoever goes second finds the weights in the processor's cache
             for peer in peers if turn % 2 else peers[::-1]:
                 start = time.perf_counter()
@@ -71,7 +72,7 @@ def main() -> None:
                     expected = logits
             if not torch.equal(logits.argmax(-1), expected.argmax(-1)):
                 raise SystemExit(f"step {turn}: the caches disagree about the next token")
-    workload = f"{args.rows} rows to {args.tokens} tokens, {args.dtype}"
+    workload = f"{args.rows} rows, {args.prompt} to {args.tokens} tokens, {args.dtype}"
     rows = [
         measured(
             "drop_in", peer.name, workload, "step", "ms", [s * 1e3 for s in seconds[peer.name]]

@@ -70,8 +70,8 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         keys, values = self._state.cold.storage(self.layer_idx)
         if keys is not None and values is not None:
-            _check_same_kind(key_states, keys.transpose(0, 1), "keys", self.layer_idx)
-            _check_same_kind(value_states, values.transpose(0, 1), "values", self.layer_idx)
+            _check_same_kind(key_states, keys, "keys", self.layer_idx)
+            _check_same_kind(value_states, values, "values", self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Columns held: of the prefix and since."""

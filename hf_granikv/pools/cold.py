@@ -41,8 +41,8 @@ class ColdPool:
     """One growable pool of token slots per layer, and the table that says who owns which.
 
     ```
-    layer l   K [num_slots, num_kv_heads, head_dim]   V likewise
-              |row 0 ......|    |row 1 ..|      |row 2 ........|  |
+    layer l   K [num_kv_heads, num_slots, head_dim]   V likewise
+    head h    |row 0 ......|    |row 1 ..|      |row 2 ........|  |
                <- length -> room               rows start `stride` slots apart
     ```
 
@@ -79,7 +79,7 @@ class ColdPool:
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers that have stored any."""
         tensors = [t for t in (*self._keys, *self._values) if t is not None]
-        return sum(t[:1].numel() * t.element_size() for t in tensors)
+        return sum(t[:, :1].numel() * t.element_size() for t in tensors)
 
     @property
     def num_slots(self) -> int:
@@ -193,10 +193,10 @@ class ColdPool:
             return
         for storage, states in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
             assert storage is not None
-            tokens = states.transpose(1, 2).flatten(0, 1)  # [rows * q_len, heads, head_dim]
+            tokens = states.transpose(0, 1).flatten(1, 2)  # [heads, rows * q_len, head_dim]
             if write.source is not None:
-                tokens = tokens.index_select(0, write.source)
-            storage.index_copy_(0, write.slots, tokens)
+                tokens = tokens.index_select(1, write.source)
+            storage.index_copy_(1, write.slots, tokens)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.
@@ -212,7 +212,7 @@ class ColdPool:
         return self._gathered(self._keys[layer_idx]), self._gathered(self._values[layer_idx])
 
     def storage(self, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values `[num_slots, num_kv_heads, head_dim]`; None before the first write."""
+        """Keys and values `[num_kv_heads, num_slots, head_dim]`; None before the first write."""
         return self._keys[layer_idx], self._values[layer_idx]
 
     def truncate(self, counts: NDArray[np.int64]) -> None:
@@ -292,8 +292,8 @@ class ColdPool:
         stride, num_rows = self.table.stride, self.table.num_rows
         assert storage is not None
         assert stride is not None
-        runs = storage[: num_rows * stride].unflatten(0, (num_rows, stride))
-        return runs.transpose(1, 2)
+        runs = storage[:, : num_rows * stride].unflatten(1, (num_rows, stride))
+        return runs.transpose(0, 1)
 
     def _gathered(self, storage: Tensor | None) -> Tensor:
         assert storage is not None
@@ -302,8 +302,8 @@ class ColdPool:
             # slots of no one read slot 0: finite, and masked by whoever reads
             padded = np.maximum(self.table.padded(), 0).reshape(-1)
             self._gather_index = torch.from_numpy(padded).to(storage.device)
-        rows = storage.index_select(0, self._gather_index)
-        return rows.unflatten(0, (num_rows, width)).transpose(1, 2)
+        rows = storage.index_select(1, self._gather_index)
+        return rows.unflatten(1, (num_rows, width)).transpose(0, 1)
 
     def _forget_views(self) -> None:
         self._gather_index = None

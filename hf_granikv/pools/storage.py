@@ -1,4 +1,4 @@
-"""Storages of slots: `[num_slots, num_kv_heads, head_dim]`."""
+"""Storages of slots: `[num_kv_heads, num_slots, head_dim]`."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 
 def slots_like(states: Tensor, num_slots: int) -> Tensor:
     """Empty slots for one layer's `[num_rows, num_kv_heads, q_len, head_dim]` states."""
-    return zeros(states, (num_slots, states.shape[1], states.shape[3]))
+    return zeros(states, (states.shape[1], num_slots, states.shape[3]))
 
 
 def zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -21,8 +21,10 @@ def moved(storage: Tensor | None, num_slots: int, src: Tensor, dst: Tensor) -> T
     """A storage of `num_slots` with slots `src` of the old one at `dst`; None for None."""
     if storage is None:
         return None
-    moved = zeros(storage, (num_slots, *storage.shape[1:]))
-    return moved.index_copy_(0, dst.to(storage.device), storage[src.to(storage.device)])
+    moved = zeros(storage, (storage.shape[0], num_slots, storage.shape[2]))
+    return moved.index_copy_(
+        1, dst.to(storage.device), storage.index_select(1, src.to(storage.device))
+    )
 
 
 def clone(storage: Tensor | None) -> Tensor | None:
