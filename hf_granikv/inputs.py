@@ -93,8 +93,8 @@ def read_generation(
         kwargs = {**kwargs, "attention_mask": torch.from_numpy(mask)}
         return read_forward(kwargs, held)
     lengths = hidden + is_real.sum(1)
-    _check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
     _check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
+    _check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
     if prefix_embeds is not None:
         _check_embeds(kwargs["inputs_embeds"], is_real, hidden, prefix_embeds)
 

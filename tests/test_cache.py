@@ -214,6 +214,25 @@ def test_rows_that_were_moved_go_on_exactly(
     cache.check_integrity()
 
 
+@pytest.mark.parametrize("attention", ["granikv", "sdpa"])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_padded_rows_that_were_moved_take_their_pads_along(
+    tiny_model: Callable[..., PreTrainedModel], attention: str, name: str
+) -> None:
+    model, history, (select, order) = (
+        tiny_model("llama", attention),
+        suffixes(6, 1, 4),
+        SELECTIONS[name],
+    )
+    cache, ids, mask = prefilled(model), left_padded(history)["input_ids"], ragged_mask(history)
+    model(input_ids=ids, attention_mask=mask, **cached(cache))
+    select(cache)
+    later = suffixes(*[2] * len(order), seed=300)
+    mask = torch.cat([mask[order], torch.ones(len(order), 2, dtype=torch.int64)], 1)
+    rows = [PREFIX + history[i] + new for i, new in zip(order, later, strict=True)]
+    assert_logits(step(model, cache, later, attention_mask=mask), model, rows, 2)
+
+
 @pytest.mark.parametrize("order", [[3], [-1], [0, 7]], ids=str)
 def test_rows_that_are_not_there_cannot_be_chosen(
     model: PreTrainedModel, cache: AsymmetricPagedCache, order: list[int]

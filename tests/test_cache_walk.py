@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planted import CONFIG, NUM_LAYERS, PlantedError, PlantedModel, plant
@@ -301,3 +302,4 @@ class CacheWalk(RuleBasedStateMachine):
 
 
 TestCacheWalk = CacheWalk.TestCase
+TestCacheWalk.settings = settings(settings.get_profile("hf_granikv"), max_examples=150)
