@@ -17,6 +17,8 @@ from hf_granikv.masks import granikv_mask, is_plain_causal
 from hf_granikv.views import GroupShape, LayerStep
 
 ATTENTION_NAME = "granikv"
+# SDPA, to which all but the shared path goes, refuses softcap only since transformers 5.24
+_UNSERVED = {"s_aux": "attention sinks", "softcap": "soft-capped scores"}
 
 
 def register() -> None:
@@ -52,13 +54,14 @@ def granikv_attention(
         `[rows, q_len, num_q_heads, head_dim]` in the dtype of the query, and None.
 
     Raises:
-        NotImplementedError: For attention sinks, which neither path serves.
+        NotImplementedError: For attention sinks and soft-capped scores, which no path serves.
     """
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError(
-            "attn_implementation='granikv' does not serve attention sinks (s_aux); load this model "
-            "with attn_implementation='eager'."
-        )
+    for name, what in _UNSERVED.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"attn_implementation='granikv' does not serve {what} ({name}); load this "
+                "model with attn_implementation='eager'."
+            )
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
         reasons = _dense_reasons(query, key.layer_step, attention_mask, dropout, kwargs)
         if not reasons:
@@ -74,9 +77,7 @@ def granikv_attention(
 def _dense_reasons(
     query: Tensor, step: LayerStep, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> list[str]:
-    reasons = [
-        f"{name} is set" for name in ("softcap", "position_bias") if kwargs.get(name) is not None
-    ]
+    reasons = ["position_bias is set"] if kwargs.get("position_bias") is not None else []
     if dropout:
         reasons.append(f"dropout is {dropout}")
     if not is_plain_causal(mask):

@@ -272,13 +272,16 @@ class CacheWalk(RuleBasedStateMachine):
         self.held.start([], 0)
         assert self.held.cache.stats().cold_bytes == 0
 
-    @rule(is_deepcopy=st.booleans(), goes_on_with_the_fork=st.booleans())
-    def fork(self, is_deepcopy: bool, goes_on_with_the_fork: bool) -> None:
+    @rule(is_deepcopy=st.booleans())
+    def fork(self, is_deepcopy: bool) -> None:
         cache = self.held.cache
         twin = self.held.fork(copy.deepcopy(cache) if is_deepcopy else cache.fork())
-        if goes_on_with_the_fork:
-            self.held, twin = twin, self.held
         self.others = [*self.others[-1:], twin]
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def go_on_with_another(self) -> None:
+        self.held, *self.others = [*self.others, self.held]
 
     @rule(prefix_len=st.integers(0, 7), seed=st.integers(0, 99))
     def replace_the_prefix(self, prefix_len: int, seed: int) -> None:

@@ -100,8 +100,7 @@ def pool_of(*lengths: int, limit: int | None = None) -> PlantedPool:
 
 
 def storage_ptr(held: PlantedPool) -> int:
-    keys, _ = held.pool.read(0)
-    return keys.untyped_storage().data_ptr()
+    return held.pool.read(0)[0].untyped_storage().data_ptr()
 
 
 def test_rows_of_similar_length_are_read_without_a_gather() -> None:
@@ -291,12 +290,14 @@ class ColdWalk(RuleBasedStateMachine):
         rows = st.sampled_from(range(len(self.held.rows)))
         self.held.select(data.draw(st.lists(rows, min_size=1, max_size=6)))
 
-    @rule(goes_on_with_the_fork=st.booleans())
-    def fork(self, goes_on_with_the_fork: bool) -> None:
-        twin = self.held.fork()
-        if goes_on_with_the_fork:
-            self.held, twin = twin, self.held
-        self.others = [*self.others[-2:], twin]
+    @rule()
+    def fork(self) -> None:
+        self.others = [*self.others[-2:], self.held.fork()]
+
+    @precondition(lambda self: self.others)
+    @rule()
+    def go_on_with_another(self) -> None:
+        self.held, *self.others = [*self.others, self.held]
 
     @rule()
     def release(self) -> None:
