@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_granikv.backends import BACKENDS, PrefixBackend
 from hf_granikv.dispatch import Decision, Dispatcher
-from hf_granikv.kernels.merge_states import merge_states
+from hf_granikv.kernels.merge_states import merged_out
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask, suffix_attention
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.masks import granikv_mask, is_plain_causal
@@ -102,13 +102,13 @@ def _shared(query: Tensor, step: LayerStep, scale: float) -> Tensor:
     work = scratch.get(key)
     if work is None:
         work = scratch[key] = _prepare(query, step, is_first=not scratch)
-    state = suffix_attention(
-        query, step.suffix_keys, step.suffix_values, scale=scale, mask=work.mask
-    )
+    states = [
+        suffix_attention(query, step.suffix_keys, step.suffix_values, scale=scale, mask=work.mask)
+    ]
     if work.backend is not None:
         shared = work.backend.run(query, step.prefix_keys, step.prefix_values, scale=scale)
-        state = merge_states([shared, state])
-    return state.out.transpose(1, 2).to(query.dtype).contiguous()
+        states.insert(0, shared)
+    return merged_out(states).transpose(1, 2).to(query.dtype).contiguous()
 
 
 def _prepare(query: Tensor, step: LayerStep, *, is_first: bool) -> _StepWork:

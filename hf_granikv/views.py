@@ -13,7 +13,8 @@ class AttentionState(NamedTuple):
 
     Attributes:
         out: `[rows, num_q_heads, q_len, head_dim]` softmax-weighted values of this part alone.
-        lse: `[rows, num_q_heads, q_len]` float32, natural log of the sum of exponentiated scores.
+        lse: `[rows, num_q_heads, q_len]` float32, natural log of the sum of exponentiated scores;
+            any strides.
             A part in which a query sees nothing is `(0, -inf)`.
     """
 

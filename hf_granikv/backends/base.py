@@ -65,7 +65,7 @@ def unpack_state(out: Tensor, lse: Tensor, like: Tensor) -> AttentionState:
     # a lone row needs no transpose, and reshape then copies only what is not yet contiguous
     by_row = (num_kv_heads, shape[0], out.shape[1] // shape[0])
     out = out.view(*by_row, shape[-1]).transpose(0, 1).reshape(shape)
-    return AttentionState(out, lse.view(by_row).transpose(0, 1).reshape(shape[:3]).contiguous())
+    return AttentionState(out, lse.view(by_row).transpose(0, 1).reshape(shape[:3]))
 
 
 def attention_flops(shape: GroupShape) -> float:

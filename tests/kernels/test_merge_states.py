@@ -3,7 +3,7 @@ import torch
 from oracle import assert_close, dense_attention, reference
 from torch import Tensor
 
-from hf_granikv.kernels.merge_states import merge_states
+from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.views import AttentionState
 
 SHAPE = (3, 6, 2, 80)  # [rows, num_q_heads, q_len, head_dim]
@@ -39,6 +39,7 @@ def test_parts_merge_to_the_attention_over_all_keys(inputs, bounds):
     ref = reference(query, keys, values, scale=0.1)
     assert_close("out", merged.out, ref.out, ref.out_budget)
     assert_close("lse", merged.lse, ref.lse, ref.lse_budget)
+    assert torch.equal(merged_out(parts), merged.out)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import reduce
 
 import torch
+from torch import Tensor
 
 from hf_granikv.views import AttentionState
 
@@ -31,8 +32,17 @@ def merge_states(states: Sequence[AttentionState]) -> AttentionState:
     return reduce(_merge_two, states)
 
 
+def merged_out(states: Sequence[AttentionState]) -> Tensor:
+    """Gives the `out` of `merge_states`, for the last merge of a layer, whose lse nobody reads."""
+    *others, last = states
+    return _mixed(merge_states(others), last) if others else last.out
+
+
 def _merge_two(a: AttentionState, b: AttentionState) -> AttentionState:
+    return AttentionState(_mixed(a, b), torch.logaddexp(a.lse, b.lse))
+
+
+def _mixed(a: AttentionState, b: AttentionState) -> Tensor:
     # clamping one side keeps -inf - -inf from becoming NaN: two empty parts give weight 0
     weight = torch.sub(b.lse, a.lse.clamp_min(_LOWEST)).sigmoid_().unsqueeze(-1)
-    out = torch.lerp(a.out.float(), b.out.float(), weight)
-    return AttentionState(out, torch.logaddexp(a.lse, b.lse))
+    return torch.lerp(a.out.float(), b.out.float(), weight)

@@ -55,8 +55,8 @@ def suffix_attention(
             `prepare_mask` made of it; None = everything is seen.
 
     Returns:
-        out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]`; `(0, -inf)`
-        for a query that sees no key.
+        out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]`, any
+        strides; `(0, -inf)` for a query that sees no key.
     """
     num_q_heads, q_len = query.shape[1:3]
     num_kv_heads, kv_len = keys.shape[1:3]
@@ -73,10 +73,9 @@ def suffix_attention(
         if bias is not None and q_len > 1:
             bias = bias.repeat(1, 1, gqa_ratio, 1)
         out, lse = attend(packed, keys, values, scale=scale, bias=bias)
-        out = out.reshape(query.shape)
+        out, lse = out.reshape(query.shape), lse.reshape(query.shape[:3])
     else:
         out, lse = attend(query, keys, values, scale=scale, bias=bias)
-    lse = lse.reshape(query.shape[:3]).contiguous()
     if mask is not None:
         lse.masked_fill_(mask.sees_nothing, -torch.inf)
     return AttentionState(out, lse)
