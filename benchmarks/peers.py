@@ -16,6 +16,7 @@ class Peer(ABC):
 
     name: ClassVar[str]
     attention: ClassVar[str] = "sdpa"
+    is_compared: ClassVar[bool] = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -120,9 +121,26 @@ class GranikvPerRow(Granikv):
     dispatch = "per_row"
 
 
+class NoContext(Peer):
+    """The model on the new token alone: what no cache can save. Its logits are other ones."""
+
+    name = "no-context"
+    is_compared = False
+
+    def prepare(self, prefix: Tensor, suffixes: Tensor, num_steps: int) -> None:
+        self.num_columns = prefix.shape[1] + suffixes.shape[1]
+
+    def bytes_held(self) -> int:
+        return 0
+
+    def step(self, ids: Tensor) -> Tensor:
+        self.cache = DynamicCache(config=self.model.config)
+        return super().step(ids)
+
+
 PEERS: dict[str, type[Peer]] = {
     peer.name: peer
-    for peer in (Granikv, Static, Dynamic, GranikvCascade, GranikvGemm, GranikvPerRow)
+    for peer in (Granikv, Static, Dynamic, NoContext, GranikvCascade, GranikvGemm, GranikvPerRow)
 }
 
 

@@ -62,7 +62,6 @@ def test_equals_dense_attention(
 
     ref = reference(query, keys[None], values[None], scale=scale)
     assert state.lse.dtype == torch.float32
-    assert state.lse.is_contiguous()
     assert_close("out", state.out, ref.out, ref.out_budget)
     assert_close("lse", state.lse, ref.lse, ref.lse_budget)
 
