@@ -7,21 +7,21 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
-from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.compat import DummyLayer
 from hf_granikv.config import CacheOptions
 from hf_granikv.inputs import read_forward, read_generation
 from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import HotPool, Prefix
+from hf_granikv.recording import record
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 _ID_DTYPES = (torch.int32, torch.int64)
-# model types that take no position_ids and count the positions of a row from its mask
 
 
 class AsymmetricPagedCache(Cache):
@@ -58,7 +58,7 @@ class AsymmetricPagedCache(Cache):
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
         self._served = ServedModel.from_config(config)
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._adopt(CacheState(self._served.num_layers, options, HotPool()))
+        self._adopt(CacheState(self._served.layers, options, HotPool()))
 
     def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
         """Computes a prefix and stores it for all rows to come.
@@ -91,21 +91,8 @@ class AsymmetricPagedCache(Cache):
             )
         self._served.check_length(ids.shape[1], ids.shape[1])
         ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
-        recorder = DynamicCache(config=inner.config.get_text_config(decoder=True))
-        options: dict[str, Any] = {"use_cache": True, CACHE_ARGUMENT: recorder}
-        if "position_ids" in forward_parameters(inner.base_model):
-            # as generate counts; RoBERTa's own count starts elsewhere
-            options["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
-        with torch.no_grad():
-            inner.base_model(input_ids=ids, **options)
-        if recorder.get_seq_length() != ids.shape[1]:
-            raise ValueError(
-                f"{type(inner).__name__} does not keep its keys and values in the cache it is "
-                "given; it cannot be served."
-            )
-        layers: list[Any] = recorder.layers
-        pairs = [(layer.keys[0], layer.values[0]) for layer in layers]
-        prefix = state.hot.seal(ids[0], pairs)
+        windows = [layer.window for layer in self._served.layers]
+        prefix = state.hot.seal(ids[0], record(inner, ids, windows))
         state.hold(prefix)
         state.release_rows()
         return prefix
@@ -133,12 +120,7 @@ class AsymmetricPagedCache(Cache):
                     f"{type(inner).__name__} and {type(known).__name__}, which this cache knows, "
                     "contain each other; use the one that was attached first."
                 )
-        num_layers = inner.config.get_text_config(decoder=True).num_hidden_layers
-        if num_layers != len(self.layers):
-            raise ValueError(
-                f"{type(inner).__name__} has {num_layers} layers, the cache was built for "
-                f"{len(self.layers)}; build the cache from model.config."
-            )
+        self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
         attach_hook(inner)
         self._models.add(inner)
         return inner
@@ -211,6 +193,7 @@ class AsymmetricPagedCache(Cache):
         if layout.dense_reason is None:
             mask = kwargs.get("attention_mask")
             self._served.check_padding(mask, takes_positions=takes_positions)
+        self._served.check_reach(prefix, layout.shared_len)
         state.stage(layout)
         return kwargs
 
@@ -248,7 +231,8 @@ class AsymmetricPagedCache(Cache):
             tokens_to_remove: 0 or negative: minus the number of columns.
 
         Raises:
-            ValueError: If it is positive.
+            ValueError: If it is positive, or the rest needs tokens of the prefix that no window
+                could see when it was stored.
         """
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding may hand over a tensor
         if tokens_to_remove > 0:
@@ -256,7 +240,11 @@ class AsymmetricPagedCache(Cache):
                 f"crop({tokens_to_remove}) is not possible; give minus the number of tokens to "
                 "remove."
             )
-        self._state.crop(-tokens_to_remove)
+        state = self._state
+        if state.prefix is not None:
+            kept = state.shared_len + min(0, state.num_columns + tokens_to_remove)
+            self._served.check_reach(state.prefix, kept)
+        state.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i the former row `beam_idx[i]`; slots are shared, nothing is copied."""
@@ -302,7 +290,10 @@ class AsymmetricPagedCache(Cache):
 
     def _adopt(self, state: CacheState) -> None:
         self._state = state
-        layers: list[Any] = [AsymmetricPagedLayer(i, state) for i in range(self._served.num_layers)]
+        layers: list[Any] = [
+            AsymmetricPagedLayer(i, state, kind.window) if kind.stores else DummyLayer()
+            for i, kind in enumerate(self._served.layers)
+        ]
         super().__init__(layers=layers)
 
 

@@ -29,12 +29,15 @@ class HeldRows:
         lengths: `[num_rows]` private tokens of each row; None if no batch has started.
         owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
         recounts_positions: Whether positions that come along are to be counted anew.
+        pads_first: Whether the model must be told of a row's pads as if they came before the
+            prefix: its local layers measure distances in columns.
     """
 
     shared_len: int
     lengths: Ints | None
     owned: Bools | None
     recounts_positions: bool
+    pads_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def read_generation(
     ends_in_pads = bool(num_ids and not is_real[:, -1].all())
     layout = Layout(True, shared_len, owned, recounts_positions=ends_in_pads)
     kwargs["position_ids"] = None
-    return layout, _with_positions_and_mask(kwargs, layout, positions, before=None)
+    return layout, _with_positions_and_mask(kwargs, layout, positions, None, held.pads_first)
 
 
 def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[str, Any]]:
@@ -166,7 +169,7 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
         kwargs = {**kwargs, "position_ids": None}
     starts = held.shared_len + known
     positions = starts[:, None] + owned.cumsum(1) - 1
-    return layout, _with_positions_and_mask(kwargs, layout, positions, before=held.owned)
+    return layout, _with_positions_and_mask(kwargs, layout, positions, held.owned, held.pads_first)
 
 
 def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
@@ -269,7 +272,11 @@ def _take_columns(
 
 
 def _with_positions_and_mask(
-    kwargs: dict[str, Any], layout: Layout, positions: Ints, *, before: Bools | None
+    kwargs: dict[str, Any],
+    layout: Layout,
+    positions: Ints,
+    before: Bools | None,
+    pads_first: bool,
 ) -> dict[str, Any]:
     kwargs = dict(kwargs)
     like = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
@@ -283,6 +290,8 @@ def _with_positions_and_mask(
     else:
         everywhere = np.ones((len(before), layout.shared_len), dtype=bool)
         columns = np.concatenate([everywhere, before, layout.owned], axis=1)
+        if pads_first:
+            columns.sort(axis=1)
         kwargs["attention_mask"] = torch.from_numpy(columns.astype(np.int64)).to(like.device)
     return kwargs
 

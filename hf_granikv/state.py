@@ -1,5 +1,6 @@
 """What all layers of one cache share: the prefix, the rows, and the forward under way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import finalize
 
@@ -13,7 +14,7 @@ from hf_granikv.inputs import Bools, HeldRows, Layout
 from hf_granikv.journal import Journal
 from hf_granikv.pools import ColdPool, HotPool, Prefix
 from hf_granikv.pools.cold import ColdWrite
-from hf_granikv.views import CacheStats, StepPlan
+from hf_granikv.views import CacheStats, LayerKind, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class CacheState:
     """Pools, rows and the current step of one `AsymmetricPagedCache`.
 
     Attributes:
+        layers: What each layer stores and sees.
+        has_windows: Whether some layer is local.
         hot: The pool of prefixes, shared with every fork.
         cold: The pool of private tokens, this cache's own.
         prefix: The prefix that rows start from; None for a plain cache.
@@ -39,10 +42,12 @@ class CacheState:
             on from the last column, which is wrong.
     """
 
-    def __init__(self, num_layers: int, options: CacheOptions, hot: HotPool) -> None:
+    def __init__(self, layers: Sequence[LayerKind], options: CacheOptions, hot: HotPool) -> None:
+        self.layers = tuple(layers)
+        self.has_windows = any(layer.window is not None for layer in layers)
         self.options = options
         self.hot = hot
-        self.cold = ColdPool(num_layers, limit=options.cold_slots)
+        self.cold = ColdPool(len(layers), limit=options.cold_slots)
         self.journal = Journal()
         self.prefix: Prefix | None = None
         self.shared_len = 0
@@ -70,9 +75,9 @@ class CacheState:
     def held_rows(self) -> HeldRows:
         """The rows as `inputs` needs to see them."""
         if not self.num_rows:
-            return HeldRows(self.shared_len, None, None, False)
+            return HeldRows(self.shared_len, None, None, False, self.has_windows)
         lengths, owned = self.cold.table.lengths, self._owned_columns()
-        return HeldRows(self.shared_len, lengths, owned, self.recounts_positions)
+        return HeldRows(self.shared_len, lengths, owned, self.recounts_positions, self.has_windows)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -148,7 +153,9 @@ class CacheState:
     def settle(self) -> None:
         """Drops what a forward left that failed before, or after, its first layer stored."""
         self._staged = None
-        if self._step is not None and self._num_written < self.cold.num_layers:
+        if self._step is not None and self._num_written < sum(
+            layer.stores for layer in self.layers
+        ):
             self.crop(self._step.plan.q_len)
             if self._shared_before is not None:
                 self._start_rows(0, self._shared_before)
@@ -201,7 +208,7 @@ class CacheState:
 
     def fork(self) -> "CacheState":
         """An independent state over the same HOT pool."""
-        twin = CacheState(self.cold.num_layers, self.options, self.hot)
+        twin = CacheState(self.layers, self.options, self.hot)
         twin.cold = self.cold.copy()
         if self.prefix is not None:
             self.hot.acquire(self.prefix)
@@ -215,16 +222,13 @@ class CacheState:
         """What is held now."""
         hot_bytes = 0 if self.prefix is None else self.prefix.num_bytes
         cold_bytes = self.cold.num_bytes
-        per_column = self.cold.bytes_per_token
-        if self.prefix is not None:
-            per_column = self.prefix.num_bytes // self.prefix.num_tokens
         return CacheStats(
             hot_bytes=hot_bytes,
             cold_bytes=cold_bytes,
             peak_bytes=max(self.cold.peak_bytes, cold_bytes) + hot_bytes,
             hot_tokens=self._whole_len,
             cold_tokens=self.cold.num_tokens,
-            dense_equivalent_bytes=self.num_rows * self.num_held * per_column,
+            dense_equivalent_bytes=self.num_rows * self._dense_bytes_per_row(),
             prefix_groups=int(self.prefix is not None and self.num_rows > 0),
             backend_steps=dict(self.journal.backend_steps),
         )
@@ -232,6 +236,20 @@ class CacheState:
     @property
     def _whole_len(self) -> int:
         return 0 if self.prefix is None else self.prefix.num_tokens
+
+    def _dense_bytes_per_row(self) -> int:
+        num_bytes = 0
+        for layer_idx, layer in enumerate(self.layers):
+            held: tuple[Tensor | None, Tensor | None] = self.cold.storage(layer_idx)
+            if self.prefix is not None:
+                held = self.prefix.keys[layer_idx], self.prefix.values[layer_idx]
+            num_tokens = self.num_held
+            if layer.window is not None:
+                num_tokens = min(num_tokens, layer.window.size - 1)
+            num_bytes += num_tokens * sum(
+                t.shape[0] * t.shape[2] * t.element_size() for t in held if t is not None
+            )
+        return num_bytes
 
     def _start_rows(self, num_rows: int, shared_len: int) -> None:
         self.cold.begin(num_rows)
@@ -262,8 +280,18 @@ class CacheState:
             seen = seen[:1] if (seen == seen[0]).all() else seen
             visible = np.arange(self.cold.table.max_length) < seen[:, :, None]
             mask = torch.from_numpy(visible[:, None]).to(device)
-        column_index = None
-        if self._owned is not None:
+        positions = self.shared_len + before[:, None] + layout.owned.cumsum(1) - 1
+        column_index = dense_refusal = None
+        if self._owned is not None and self.has_windows:
+            num_pads = self.num_columns - lengths
+            columns = np.maximum(np.arange(self.num_held) - num_pads[:, None], 0)
+            column_index = torch.from_numpy(columns).to(device)
+            if (layout.owned[:, :-1] & ~layout.owned[:, 1:]).any():
+                dense_refusal = (
+                    "local layers measure distances in columns, and a pad follows a token in this "
+                    "forward. Pad on the left."
+                )
+        elif self._owned is not None:
             private = np.maximum(self._owned.cumsum(1) - 1, 0)
             column_index = torch.from_numpy(private).to(device)
         return StepPlan(
@@ -272,8 +300,11 @@ class CacheState:
             shared_len=self.shared_len,
             kv_len=self.num_held,
             suffix_mask=mask,
+            positions=positions,
+            is_token=layout.owned,
             column_index=column_index,
             dense_reason=layout.dense_reason,
+            dense_refusal=dense_refusal,
             dispatch=self.options.dispatch,
             journal=self.journal,
         )

@@ -15,13 +15,15 @@ class Prefix:
 
     Attributes:
         token_ids: `[num_tokens]` int64 on the CPU, the ids it was computed from.
-        keys: One `[num_kv_heads, num_tokens, head_dim]` contiguous tensor per layer.
+        keys: One `[num_kv_heads, num_tokens - start, head_dim]` contiguous tensor per layer.
         values: Likewise.
+        starts: Per layer, the first token that is stored: not 0 where a window cannot see further.
     """
 
     token_ids: Tensor
     keys: tuple[Tensor, ...] = field(repr=False)
     values: tuple[Tensor, ...] = field(repr=False)
+    starts: tuple[int, ...] = field(repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -65,13 +67,15 @@ class HotPool:
 
         Args:
             token_ids: `[num_tokens]` the ids they were computed from.
-            keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors.
+            keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors, or the
+                last tokens of them.
         """
         pairs = [(_exact(k), _exact(v)) for k, v in keys_and_values]
         prefix = Prefix(
             token_ids.detach().to("cpu", copy=True),
             keys=tuple(k for k, _ in pairs),
             values=tuple(v for _, v in pairs),
+            starts=tuple(len(token_ids) - k.shape[1] for k, _ in pairs),
         )
         self._holders[prefix] = 1
         self._seals[prefix] = _seal_marks(prefix)
