@@ -29,8 +29,7 @@ class HeldRows:
         lengths: `[num_rows]` private tokens of each row; None if no batch has started.
         owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
         recounts_positions: Whether positions that come along are to be counted anew.
-        pads_first: Whether the model must be told of a row's pads as if they came before the
-            prefix: its local layers measure distances in columns.
+        pads_first: Whether masks must show pads before the prefix: local layers count columns.
     """
 
     shared_len: int
@@ -290,8 +289,7 @@ def _with_positions_and_mask(
     else:
         everywhere = np.ones((len(before), layout.shared_len), dtype=bool)
         columns = np.concatenate([everywhere, before, layout.owned], axis=1)
-        if pads_first:
-            columns.sort(axis=1)
+        columns = np.sort(columns, axis=1) if pads_first else columns
         kwargs["attention_mask"] = torch.from_numpy(columns.astype(np.int64)).to(like.device)
     return kwargs
 

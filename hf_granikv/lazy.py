@@ -84,6 +84,8 @@ class LazyKeyValue(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and _stays(*args, **(kwargs or {})):
+            return args[0]
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
         dense_args, dense_kwargs = tree_map_only(
             LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
@@ -103,6 +105,11 @@ class LazyKeyValue(torch.Tensor):
             LazyKeyValue, lambda lazy: lazy.materialize(str(func)), (args, kwargs or {})
         )
         return func(*dense_args, **dense_kwargs)
+
+
+def _stays(lazy: Any, *targets: Any, **named: Any) -> bool:
+    """Whether `Tensor.to` with these arguments leaves a lazy tensor as it is."""
+    return not named and all(target in (lazy.device, lazy.dtype) for target in targets)
 
 
 def _columns(tokens: Tensor, index: Tensor) -> Tensor:

@@ -120,7 +120,10 @@ _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_atte
 # a window of 8 tokens, which leaves a prefix of 20 while 10 tokens are generated
 LOCAL: dict[str, Family] = {
     "mistral": Family("MistralConfig", {"sliding_window": 8}),
-    "gemma2": Family("Gemma2Config", {"head_dim": 8, "query_pre_attn_scalar": 8, **_SLIDING}),
+    "gemma2": Family(
+        "Gemma2Config",
+        {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, **_SLIDING},
+    ),
     "gemma3": Family("Gemma3TextConfig", {"head_dim": 8, "query_pre_attn_scalar": 8, **_SLIDING}),
     "gpt_oss": Family(
         "GptOssConfig",

@@ -27,12 +27,14 @@ ARROWS: dict[str, set[str]] = {
     "lazy": set(),
     "announce": set(),
     "masks": set(),
+    "windows": set(),
+    "recording": {"announce"},
     "inputs": set(),
-    "layer_kinds": set(),
+    "layer_kinds": {"pools"},
     "state": {"pools", "inputs"},
     "layer": {"lazy", "state"},
-    "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "state"},
-    "attention": {"backends", "dispatch", "kernels", "lazy", "masks"},
+    "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "recording", "state"},
+    "attention": {"backends", "dispatch", "kernels", "lazy", "masks", "windows"},
     "prompts": set(),
     "settings": set(),
     "timing": set(),
@@ -44,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "inputs", "state"),
+    *("lazy", "inputs", "state", "windows"),
 }
 
 
