@@ -13,7 +13,7 @@ from hf_granikv.backends import BACKENDS, PrefixBackend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask, suffix_attention
-from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.lazy import LazyKeyValue, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.views import AttentionState, GroupShape, LayerStep
 from hf_granikv.windows import LocalView, local_view
@@ -65,9 +65,9 @@ def granikv_attention(
     """
     rule = _ScoreRule(scaling or query.shape[-1] ** -0.5, softcap, s_aux)
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
-        reasons = _dense_reasons(query, key.layer_step, attention_mask, dropout, kwargs)
+        reasons = _dense_reasons(query, key, value, attention_mask, dropout, kwargs)
         if not reasons:
-            return _shared(query, key.layer_step, rule), None
+            return _shared(query, step_of(key, value), rule), None
         key = key.materialize(f"granikv ({', '.join(reasons)})")
         value = value.materialize(f"granikv ({', '.join(reasons)})")
     if softcap is None and s_aux is None:
@@ -94,14 +94,24 @@ class _ScoreRule:
 
 
 def _dense_reasons(
-    query: Tensor, step: LayerStep, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
+    query: Tensor,
+    key: LazyKeyValue,
+    value: LazyKeyValue,
+    mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
 ) -> list[str]:
+    step = key.layer_step
     reasons = ["position_bias is set"] if kwargs.get("position_bias") is not None else []
     if dropout:
         reasons.append(f"dropout is {dropout}")
     if not says_no_more_than(mask, step.window):
         reasons.append("the layer brings a mask of its own")
-    if not query.dtype == step.suffix_keys.dtype == step.suffix_values.dtype:
+    if key.is_written or value.is_written:
+        reasons.append("the model writes to keys or values")
+    if (key.token_dim, value.token_dim) != (2, 2) or value.layer_step is not step:
+        reasons.append("keys and values are of another layout or of different layers")
+    if not query.dtype == key.dtype == value.dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
     if step.plan.dense_reason is not None:
         reasons.append(step.plan.dense_reason)

@@ -1,12 +1,14 @@
 """Keys and values that are put together only if somebody needs them in one piece."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hf_granikv.tokenwise import TokenSplit, plan
 from hf_granikv.views import LayerStep
 
 # what may be asked of a tensor without looking at its content
@@ -17,31 +19,62 @@ _METADATA: frozenset[Any] = frozenset(
 
 
 class LazyKeyValue(torch.Tensor):
-    """All keys, or all values, of one layer in one forward pass; without storage.
+    """All keys, or all values, of one layer in one forward pass; in two parts.
 
     It has the shape that `DynamicCache.update` would return,
-    `[num_rows, num_kv_heads, kv_len, head_dim]`. The attention function of this package reads
-    `layer_step` and never builds that tensor. Any other torch function gets the dense tensor,
-    built on first use and noted in the journal of the cache.
+    `[num_rows, num_kv_heads, kv_len, head_dim]`. The attention function of this package reads the
+    parts and never builds that tensor. A function that treats every token alike gives another lazy
+    tensor (`tokenwise`); any other torch function gets the dense one, built on first use and noted
+    in the journal of the cache.
+
+    Attributes:
+        layer_step: Whose keys and values these are.
+        suffix: `[num_rows, num_kv_heads, max_suffix_len, head_dim]` what is private; tokens may
+            have moved to another dimension.
+        token_dim: The dimension of the tokens.
+        is_buffer: Whether the parts are new memory that a model fills.
+        is_written: Whether the dense tensor was written to, which the parts do not show.
     """
 
     layer_step: LayerStep
-    _is_value: bool
+    suffix: Tensor
+    token_dim: int
+    is_buffer: bool
+    is_written: bool
+    _prefix: Tensor
     _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, layer_step: LayerStep, *, is_value: bool) -> "LazyKeyValue":
         """Wraps one side of `layer_step`."""
-        like = layer_step.suffix_values if is_value else layer_step.suffix_keys
-        num_rows, num_heads, _, head_dim = like.shape
-        shape = (num_rows, num_heads, layer_step.plan.kv_len, head_dim)
+        prefix = layer_step.prefix_values if is_value else layer_step.prefix_keys
+        suffix = layer_step.suffix_values if is_value else layer_step.suffix_keys
+        return cls._of_parts(layer_step, prefix, suffix, 2)
+
+    @classmethod
+    def _of_parts(
+        cls,
+        layer_step: LayerStep,
+        prefix: Tensor,
+        suffix: Tensor,
+        token_dim: int,
+        *,
+        is_buffer: bool = False,
+    ) -> "LazyKeyValue":
+        shape = list(suffix.shape)
+        shape[token_dim] = layer_step.plan.kv_len
         lazy: LazyKeyValue = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
+            cls, shape, dtype=suffix.dtype, device=suffix.device
         )
         lazy.layer_step = layer_step
-        lazy._is_value = is_value
-        lazy._dense = None
+        lazy._prefix, lazy.suffix, lazy.token_dim = prefix, suffix, token_dim
+        lazy.is_buffer, lazy.is_written, lazy._dense = is_buffer, False, None
         return lazy
+
+    @property
+    def prefix(self) -> Tensor:
+        """`[1, num_kv_heads, num_kept, head_dim]` what all rows share, laid out as `suffix`."""
+        return self._prefix if self._prefix.ndim == self.suffix.ndim else self._prefix[None]
 
     def materialize(self, asked_by: str) -> Tensor:
         """The dense tensor, in the columns of the mask that the model was given.
@@ -52,25 +85,27 @@ class LazyKeyValue(torch.Tensor):
         Raises:
             ValueError: If the plan says that this would go wrong.
         """
-        if self._dense is None:
-            step, plan = self.layer_step, self.layer_step.plan
-            if plan.dense_refusal is not None:
-                raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
-            plan.journal.note_dense(step.layer_idx, asked_by)
-            prefix = step.prefix_values if self._is_value else step.prefix_keys
-            suffix = step.suffix_values if self._is_value else step.suffix_keys
-            if step.prefix_start:
-                # no query of a local layer sees these; their columns are there all the same
-                unseen = prefix.new_zeros(prefix.shape[0], step.prefix_start, prefix.shape[2])
-                prefix = torch.cat([unseen, prefix], dim=1)
-            everywhere = prefix.unsqueeze(0).expand(suffix.shape[0], -1, -1, -1)
-            index = plan.column_index
-            if index is not None and index.shape[1] == plan.kv_len:
-                self._dense = _columns(torch.cat([everywhere, suffix], dim=2), index)
-            else:
-                suffix = suffix if index is None else _columns(suffix, index)
-                self._dense = torch.cat([everywhere, suffix], dim=2)
-        return self._dense
+        if self._dense is not None:
+            return self._dense
+        step, plan, dim = self.layer_step, self.layer_step.plan, self.token_dim
+        if plan.dense_refusal is not None:
+            raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
+        plan.journal.note_dense(step.layer_idx, asked_by)
+        suffix, index = self.suffix, plan.column_index
+        prefix = self.prefix.expand(suffix.shape[0], *self.prefix.shape[1:])
+        if step.prefix_start:
+            # no query of a local layer sees these; their columns are there all the same
+            shape = list(prefix.shape)
+            shape[dim] = step.prefix_start
+            prefix = torch.cat([prefix.new_zeros(shape), prefix], dim=dim)
+        if index is not None and index.shape[1] == plan.kv_len:
+            dense = _columns(torch.cat([prefix, suffix], dim=dim), index, dim)
+        else:
+            suffix = suffix if index is None else _columns(suffix, index, dim)
+            dense = torch.cat([prefix, suffix], dim=dim)
+        # a buffer may be filled further
+        self._dense = None if self.is_buffer else dense
+        return dense
 
     @classmethod
     def __torch_function__(
@@ -80,13 +115,18 @@ class LazyKeyValue(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answers questions about shape and dtype; hands everything else the dense tensor."""
+        """Answers questions about shape and dtype; goes by parts, or hands over the dense tensor."""
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch.Tensor.to and _stays(*args, **(kwargs or {})):
             return args[0]
+        by_parts = _by_parts(func, args, kwargs or {})
+        if by_parts is not None:
+            return by_parts
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
+        if _writes(func) and isinstance(args[0], LazyKeyValue):
+            args[0].is_written = True
         dense_args, dense_kwargs = tree_map_only(
             LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
         )
@@ -107,15 +147,75 @@ class LazyKeyValue(torch.Tensor):
         return func(*dense_args, **dense_kwargs)
 
 
+def step_of(key: LazyKeyValue, value: LazyKeyValue) -> LayerStep:
+    """What attention reads for these keys and values, whatever they were expanded to."""
+    step = key.layer_step
+    if key.suffix is step.suffix_keys and value.suffix is step.suffix_values:
+        return step
+    return replace(
+        step,
+        prefix_keys=key.prefix[0],
+        prefix_values=value.prefix[0],
+        suffix_keys=key.suffix,
+        suffix_values=value.suffix,
+    )
+
+
+def _by_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a function on prefix and suffix apart; None if it does not go token by token."""
+    if not args or not isinstance(lazy := args[0], LazyKeyValue):
+        return None
+    if func is torch.Tensor.copy_:
+        return _fill(*args) if len(args) == 2 and not kwargs else None
+    if kwargs.keys() <= {"dim"}:
+        args = (*args, *kwargs.values())
+    elif kwargs:
+        return None
+    if func is torch.Tensor.__getitem__ and not lazy.is_buffer:
+        return None  # what is written to a piece of it must show in the whole
+    planned = plan(func, TokenSplit(lazy.shape, lazy.token_dim), args[1:])
+    if planned is None:
+        return None
+    token_dim, arguments = planned
+    prefix, suffix = (func(part, *arguments(part)) for part in (lazy.prefix, lazy.suffix))
+    is_buffer = func is torch.Tensor.new_empty or lazy.is_buffer
+
+    def whole(prefix: Tensor, suffix: Tensor) -> LazyKeyValue:
+        return LazyKeyValue._of_parts(
+            lazy.layer_step, prefix, suffix, token_dim, is_buffer=is_buffer
+        )
+
+    if isinstance(prefix, Tensor):
+        return whole(prefix, suffix)
+    return tuple(map(whole, prefix, suffix))
+
+
+def _fill(buffer: LazyKeyValue, source: Any) -> LazyKeyValue | None:
+    is_alike = isinstance(source, LazyKeyValue) and source.token_dim == buffer.token_dim
+    if not buffer.is_buffer or not is_alike or source.layer_step is not buffer.layer_step:
+        return None
+    buffer.prefix.copy_(source.prefix)
+    buffer.suffix.copy_(source.suffix)
+    return buffer
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def _stays(lazy: Any, *targets: Any, **named: Any) -> bool:
     """Whether `Tensor.to` with these arguments leaves a lazy tensor as it is."""
     return not named and all(target in (lazy.device, lazy.dtype) for target in targets)
 
 
-def _columns(tokens: Tensor, index: Tensor) -> Tensor:
-    """Tokens `[num_rows, num_heads, num_tokens, head_dim]` at `[num_rows, num_columns]` indices."""
-    if not tokens.shape[2]:  # columns of pads only
-        tokens = tokens.new_zeros(*tokens.shape[:2], 1, tokens.shape[3])
-    return tokens.gather(
-        2, index[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
-    )
+def _columns(tokens: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Takes tokens along `dim` at the `[num_rows, num_columns]` indices of each row."""
+    shape = list(tokens.shape)
+    if not shape[dim]:  # columns of pads only
+        shape[dim] = 1
+        tokens = tokens.new_zeros(shape)
+    shape[dim] = index.shape[1]
+    spread = [len(index), *[1] * (tokens.ndim - 1)]
+    spread[dim] = index.shape[1]
+    return tokens.gather(dim, index.view(spread).expand(shape))

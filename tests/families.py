@@ -79,9 +79,7 @@ SHARED_PATH: dict[str, Family] = {
     "phi": Family("PhiConfig"),
     "persimmon": Family("PersimmonConfig"),
     "ernie4_5": Family("Ernie4_5Config", {"head_dim": 8}),
-}
-
-DENSE_ROUTE: dict[str, Family] = {
+    # these expand what is cached before they attend
     "deepseek_v3": Family(
         "DeepseekV3Config",
         {
@@ -103,6 +101,9 @@ DENSE_ROUTE: dict[str, Family] = {
     "jetmoe": Family(
         "JetMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
     ),
+}
+
+DENSE_ROUTE: dict[str, Family] = {
     "bloom": Family("BloomConfig", {"n_layer": 2, "n_head": 4}),
     "falcon": Family("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt_neo": Family(

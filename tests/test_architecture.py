@@ -24,7 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "pools": set(),
     "dispatch": set(),
     "backends": {"kernels", "dispatch"},
-    "lazy": set(),
+    "tokenwise": set(),
+    "lazy": {"tokenwise"},
     "announce": set(),
     "masks": set(),
     "windows": set(),
@@ -46,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "inputs", "state", "windows"),
+    *("lazy", "tokenwise", "inputs", "state", "windows"),
 }
 
 

@@ -105,7 +105,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+# these go token by token, and so leave it lazy; see test_tokenwise.py
+BY_PARTS = {"transpose", "repeat", "contiguous", "chunk", "linear"}
+
+
 def assert_same(got: Any, want: Any) -> None:
+    if isinstance(got, LazyKeyValue):
+        assert got.shape == want.shape
+        got = got.clone()
     if isinstance(want, Tensor):
         assert type(got) is Tensor
         assert got.dtype == want.dtype
@@ -122,8 +129,9 @@ def assert_same(got: Any, want: Any) -> None:
 def test_a_torch_function_sees_the_dense_tensor(name: str, is_value: bool, owned: Tensor) -> None:
     step = layer_step(owned)
     want = FUNCTIONS[name](dense(step, owned, is_value=is_value))
-    assert_same(FUNCTIONS[name](LazyKeyValue(step, is_value=is_value)), want)
-    assert step.plan.journal.dense_reads == {1: 1}
+    got = FUNCTIONS[name](LazyKeyValue(step, is_value=is_value))
+    assert bool(step.plan.journal.dense_reads) == (name not in BY_PARTS)
+    assert_same(got, want)
 
 
 def test_torch_equal_compares_two_lazy_tensors() -> None:

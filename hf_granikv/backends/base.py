@@ -37,12 +37,12 @@ class PrefixBackend(ABC):
         Args:
             query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
             keys: `[num_kv_heads, prefix_len, head_dim]`.
-            values: `[num_kv_heads, prefix_len, head_dim]`.
+            values: `[num_kv_heads, prefix_len, value_dim]`.
             scale: Factor on the scores.
             softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
 
         Returns:
-            out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]` float32.
+            out `[rows, num_q_heads, q_len, value_dim]` and lse `[rows, num_q_heads, q_len]` float32.
         """
 
 
@@ -66,14 +66,14 @@ def unpack_state(out: Tensor, lse: Tensor, like: Tensor) -> AttentionState:
     """Undoes `pack_queries` on a result.
 
     Args:
-        out: `[num_kv_heads, num_queries, head_dim]`.
+        out: `[num_kv_heads, num_queries, value_dim]`.
         lse: `[num_kv_heads, num_queries]`.
         like: `[rows, num_q_heads, q_len, head_dim]` query that was packed.
     """
     shape, num_kv_heads = like.shape, out.shape[0]
     # a lone row needs no transpose, and reshape then copies only what is not yet contiguous
     by_row = (num_kv_heads, shape[0], out.shape[1] // shape[0])
-    out = out.view(*by_row, shape[-1]).transpose(0, 1).reshape(shape)
+    out = out.view(*by_row, -1).transpose(0, 1).reshape(*shape[:3], out.shape[-1])
     return AttentionState(out, lse.view(by_row).transpose(0, 1).reshape(shape[:3]))
 
 

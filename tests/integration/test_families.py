@@ -75,6 +75,19 @@ def test_a_family_of_the_dense_route_is_exact_and_says_so(
     assert held.stats().backend_steps == {}
 
 
+def test_latents_are_expanded_once_for_all_rows() -> None:
+    """Tokens through the layer that expands them: the prefix once, not once per row."""
+    model = SHARED_PATH["deepseek_v3"].model(attn_implementation="granikv")
+    held, seen = prefilled(model), []
+    expand = model.model.layers[0].self_attn.kv_b_proj
+    expand.register_forward_hook(lambda _, args, out: seen.append(args[0].shape[:3].numel()))
+    with torch.no_grad():
+        model(**suffix_only(suffixes(4, 4, 4)), **cached(held))
+    assert sum(seen) == len(PREFIX) + 3 * 4
+    stored = held._state.prefix.keys[0]
+    assert stored.shape == (1, len(PREFIX), 16), "one head of latents, as wide as kv_lora_rank"
+
+
 @pytest.mark.parametrize("family", ["falcon", "gpt_neo", "bloom"])
 def test_a_family_without_the_interface_stays_exact_when_asked_to_switch(family: str) -> None:
     model = DENSE_ROUTE[family].model(attn_implementation="eager")

@@ -17,18 +17,20 @@ def flash_shared_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attends to a shared prefix with torch's fused kernel on a CPU, with tiled products elsewhere.
 
+    The fused kernel wants values as wide as keys; others go to the tiled products too.
+
     Args:
         query: `[num_kv_heads, num_queries, head_dim]`, every query that reads a kv head, packed.
         keys: `[num_kv_heads, prefix_len, head_dim]`.
-        values: `[num_kv_heads, prefix_len, head_dim]`.
+        values: `[num_kv_heads, prefix_len, value_dim]`.
         scale: Factor on the scores.
 
     Returns:
-        out `[num_kv_heads, num_queries, head_dim]` and lse `[num_kv_heads, num_queries]` float32,
+        out `[num_kv_heads, num_queries, value_dim]` and lse `[num_kv_heads, num_queries]` float32,
         natural log; `(0, -inf)` for an empty prefix. On a CPU out has the query's dtype and lse is
         not contiguous.
     """
-    if not query.is_cpu or keys.shape[1] == 0:
+    if not query.is_cpu or keys.shape[1] == 0 or keys.shape[2] != values.shape[2]:
         return gemm_shared_attention(query, keys, values, scale=scale)
     out, lse = cpu.flash_attention(
         query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale=scale
@@ -46,16 +48,16 @@ def gemm_shared_attention(
     Args:
         query: `[num_kv_heads, num_queries, head_dim]`, every query that reads a kv head, packed.
         keys: `[num_kv_heads, prefix_len, head_dim]`.
-        values: `[num_kv_heads, prefix_len, head_dim]`.
+        values: `[num_kv_heads, prefix_len, value_dim]`.
         scale: Factor on the scores.
         softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
 
     Returns:
-        out `[num_kv_heads, num_queries, head_dim]` float32 and lse `[num_kv_heads, num_queries]`
+        out `[num_kv_heads, num_queries, value_dim]` float32 and lse `[num_kv_heads, num_queries]`
         float32, natural log; `(0, -inf)` for an empty prefix.
     """
     if keys.shape[1] == 0:
-        out = query.new_zeros(query.shape, dtype=torch.float32)
+        out = query.new_zeros((*query.shape[:2], values.shape[2]), dtype=torch.float32)
         return out, out.new_full(out.shape[:2], -torch.inf)
     block, tile_bytes = query.shape[1], _TILE_BYTES
     if query.is_cpu:

@@ -52,26 +52,26 @@ def suffix_attention(
         query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
         keys: `[rows, num_kv_heads, kv_len, head_dim]`, any strides, stride 0 over rows included;
             never copied on a CPU. Hidden keys and values may hold anything finite.
-        values: `[rows, num_kv_heads, kv_len, head_dim]`.
+        values: `[rows, num_kv_heads, kv_len, value_dim]`; not fused unless as wide as keys.
         scale: Factor on the scores.
         mask: `[rows or 1, 1, q_len, kv_len]` bool, True where a query sees a key, or what
             `prepare_mask` made of it; None = everything is seen.
         softcap: Bound `c` of the scores, which become `c * tanh(score / c)`; not fused on a CPU.
 
     Returns:
-        out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]`, any
+        out `[rows, num_q_heads, q_len, value_dim]` and lse `[rows, num_q_heads, q_len]`, any
         strides; `(0, -inf)` for a query that sees no key.
     """
     num_q_heads, q_len = query.shape[1:3]
     num_kv_heads, kv_len = keys.shape[1:3]
     if kv_len == 0:
-        out = query.new_zeros(query.shape, dtype=torch.float32)
+        out = query.new_zeros((*query.shape[:-1], values.shape[-1]), dtype=torch.float32)
         return AttentionState(out, out.new_full(out.shape[:3], -torch.inf))
     if isinstance(mask, Tensor):
         mask = prepare_mask(mask, query.dtype)
     bias = None if mask is None else mask.bias
     gqa_ratio = num_q_heads // num_kv_heads
-    is_fused = query.is_cpu and softcap is None
+    is_fused = query.is_cpu and softcap is None and query.shape[-1] == values.shape[-1]
     if not is_fused or _packing_pays(gqa_ratio, q_len, query.dtype):
         packed = query.reshape(-1, num_kv_heads, gqa_ratio * q_len, query.shape[-1])
         if bias is not None and q_len > 1:
@@ -82,7 +82,8 @@ def suffix_attention(
             out, lse = matmul_attention(
                 packed, keys, values, scale=scale, bias=bias, softcap=softcap
             )
-        out, lse = out.reshape(query.shape), lse.reshape(query.shape[:3])
+        lse = lse.reshape(query.shape[:3])
+        out = out.reshape(*query.shape[:3], values.shape[-1])
     else:
         out, lse = cpu.flash_attention(query, keys, values, scale=scale, bias=bias)
     if mask is not None:
