@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from prompts import (
     suffixes,
     whole,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache
@@ -47,6 +49,19 @@ def check_family(model: PreTrainedModel, family: str) -> AsymmetricPagedCache:
     assert got == expected(family)
     held.check_integrity()
     return held
+
+
+class Rows(TorchDispatchMode):
+    """Counts the rows that are multiplied with one weight."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.pointer, self.multiplied = weight.data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and args[1].data_ptr() == self.pointer:
+            self.multiplied += len(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.smoke
@@ -78,12 +93,10 @@ def test_a_family_of_the_dense_route_is_exact_and_says_so(
 def test_latents_are_expanded_once_for_all_rows() -> None:
     """Tokens through the layer that expands them: the prefix once, not once per row."""
     model = SHARED_PATH["deepseek_v3"].model(attn_implementation="granikv")
-    held, seen = prefilled(model), []
-    expand = model.model.layers[0].self_attn.kv_b_proj
-    expand.register_forward_hook(lambda _, args, out: seen.append(args[0].shape[:3].numel()))
-    with torch.no_grad():
+    held, expand = prefilled(model), model.model.layers[0].self_attn.kv_b_proj
+    with Rows(expand.weight) as rows, torch.no_grad():
         model(**suffix_only(suffixes(4, 4, 4)), **cached(held))
-    assert sum(seen) == len(PREFIX) + 3 * 4
+    assert rows.multiplied == len(PREFIX) + 3 * 4
     stored = held._state.prefix.keys[0]
     assert stored.shape == (1, len(PREFIX), 16), "one head of latents, as wide as kv_lora_rank"
 
