@@ -21,7 +21,6 @@ from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 _ID_DTYPES = (torch.int32, torch.int64)
-# model types that take no position_ids and count the positions of a row from its mask
 
 
 class AsymmetricPagedCache(Cache):
@@ -210,7 +209,8 @@ class AsymmetricPagedCache(Cache):
             kwargs.pop("position_ids", None)
         if layout.dense_reason is None:
             mask = kwargs.get("attention_mask")
-            self._served.check_padding(mask, takes_positions=takes_positions)
+            if mask is not None:
+                self._served.check_padding(mask.shape[-1], takes_positions=takes_positions)
         state.stage(layout)
         return kwargs
 

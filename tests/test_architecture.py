@@ -33,6 +33,16 @@ ARROWS: dict[str, set[str]] = {
     "layer": {"lazy", "state"},
     "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "state"},
     "attention": {"backends", "dispatch", "kernels", "lazy", "masks"},
+    "shared_prefix": set(),
+    "generation": {
+        "announce",
+        "attention",
+        "backends",
+        "cache",
+        "dispatch",
+        "layer_kinds",
+        "shared_prefix",
+    },
     "prompts": set(),
     "settings": set(),
     "timing": set(),
@@ -44,7 +54,7 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "inputs", "state"),
+    *("lazy", "inputs", "shared_prefix", "state"),
 }
 
 
