@@ -89,15 +89,10 @@ def generate(
     loop, loop_kwargs = _stock_loop(model, generation_config)
     try:
         rows = _whole_prompts(input_ids, generation_config, model_kwargs)
-        num_tokens = _num_shared(rows)
+        num_tokens = _num_shared(rows, at_least=min_shared_tokens or FLOOR_TOKENS + 1)
         if min_shared_tokens is None:
             num_steps = generation_config.max_length - input_ids.shape[1]
             _check_gain(model, len(rows), num_tokens, num_steps)
-        elif num_tokens < min_shared_tokens:
-            raise _NotSharedError(
-                f"{num_tokens} tokens are common to all rows, min_shared_tokens is "
-                f"{min_shared_tokens}."
-            )
         cache = _prefilled(model, rows, num_tokens, generation_config.max_length)
     except _NotSharedError as reason:
         logger.info("%d rows, nothing shared: %s", len(input_ids), reason)
@@ -175,22 +170,21 @@ def _whole_prompts(
     return [row[is_token] for row, is_token in zip(ids, mask, strict=True)]
 
 
-def _num_shared(rows: list[Ints]) -> int:
+def _num_shared(rows: list[Ints], *, at_least: int) -> int:
     nodes = shared_prefixes(rows)
     common = next((node.num_tokens for node in nodes if len(node.rows) == len(rows)), 0)
     # every row computes its last token itself, to have something to predict from
     num_tokens = min(common, min(len(row) for row in rows) - 1)
-    if num_tokens < 1:
-        more = f"; {len(nodes)} prefixes are shared by some rows only" if nodes else ""
-        raise _NotSharedError(f"no first token is common to all rows{more}.")
+    if num_tokens < at_least:
+        longest = max((node.num_tokens for node in nodes), default=0)
+        more = f", up to {longest} to some of them" if longest > common else ""
+        raise _NotSharedError(
+            f"{num_tokens} tokens are common to all rows{more}; it takes {at_least} common to all."
+        )
     return num_tokens
 
 
 def _check_gain(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> None:
-    if num_tokens <= FLOOR_TOKENS:
-        raise _NotSharedError(
-            f"{num_tokens} tokens are common to all rows; up to {FLOOR_TOKENS} do not pay."
-        )
     text_config, device_type = model.config.get_text_config(decoder=True), model.device.type
     attention = text_config._attn_implementation
     if attention != ATTENTION_NAME or torch.is_autocast_enabled(device_type):
@@ -231,6 +225,8 @@ def _prefilled(
 
     What the cache checks before each forward is checked here for the longest one to come.
     """
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise _NotSharedError("the layers of the model lie on several devices.")
     try:
         served = ServedModel.from_config(model.config)
         served.check_length(num_tokens, max_length)

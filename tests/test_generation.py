@@ -16,8 +16,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import hf_granikv
-from hf_granikv import AsymmetricPagedCache
-from hf_granikv.generation import logger
+from hf_granikv import AsymmetricPagedCache, generation
 
 P = len(PREFIX)
 NUM_NEW = 10
@@ -32,7 +31,7 @@ def model(tiny_model: Build) -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger.name)
+    caplog.set_level(logging.INFO, generation.logger.name)
 
 
 def stock(model: PreTrainedModel, inputs: Inputs, **kwargs: Any) -> Any:
@@ -87,6 +86,7 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "beam_sampling": {"num_beams": 3, "do_sample": True, "top_k": 30},
     "repetition_penalty": {"repetition_penalty": 1.8},
+    "guidance": {"guidance_scale": 1.5},
     "end_tokens": {"eos_token_id": [2, 5, 13, 44, 58]},
 }
 BATCHES: dict[str, Inputs] = {
@@ -265,7 +265,9 @@ def test_prompt_lookup_stays_prompt_lookup(
 
 
 def test_a_mode_outside_of_transformers_is_refused(model: PreTrainedModel) -> None:
-    with pytest.raises(ValueError, match="contrastive_search.*decodes with: sample, greedy_search"):
+    with pytest.raises(
+        ValueError, match=r"contrastive_search.*decodes with: sample, greedy_search"
+    ):
         shared(model, BATCHES["ragged"], penalty_alpha=0.6, top_k=4)
 
 
@@ -276,7 +278,7 @@ def test_a_mode_outside_of_transformers_is_refused(model: PreTrainedModel) -> No
 def test_a_threshold_that_is_no_number_of_tokens_is_refused(
     model: PreTrainedModel, given: Any
 ) -> None:
-    with pytest.raises(ValueError, match="min_shared_tokens is .*; give a positive number"):
+    with pytest.raises(ValueError, match=r"min_shared_tokens is .*; give a positive number"):
         shared(model, BATCHES["ragged"], min_shared_tokens=given)
 
 
@@ -302,16 +304,28 @@ WIDE = {"num_key_value_heads": 4, "head_dim": 64}
 
 
 def test_a_long_prefix_of_many_rows_is_shared_unasked(tiny_model: Build) -> None:
-    model, inputs = tiny_model("llama", **WIDE), left_padded(whole(suffixes(*[3] * 16), range(200)))
-    inputs["input_ids"] %= 97
+    model, inputs = (
+        tiny_model("llama", **WIDE),
+        left_padded(whole(suffixes(*[3] * 16), tokens(200, seed=5))),
+    )
     with counted(model) as counts:
         got = shared(model, inputs, min_shared_tokens=None)
     assert counts[0] == 200
     assert got.tolist() == stock(model, inputs).tolist()
 
 
+@pytest.mark.parametrize("family", SHARED_PATH)
+def test_the_reckoning_reads_the_config_of_every_family(
+    tiny_model: Build, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    inputs = left_padded(whole(suffixes(3, 3), tokens(130, seed=5)))
+    assert_stock(
+        tiny_model(family), inputs, caplog, "would lose", min_shared_tokens=None, max_new_tokens=2
+    )
+
+
 UNASKED: dict[str, tuple[int, int, str, str]] = {
-    "at_the_published_floor": (16, 128, "granikv", "up to 128 do not pay"),
+    "at_the_published_floor": (16, 128, "granikv", "it takes 129"),
     "where_steps_would_lose": (2, 130, "granikv", "would lose"),
     "under_sdpa": (16, 200, "sdpa", "right but slow"),
 }
@@ -338,13 +352,25 @@ def test_nothing_is_shared_unasked_under_autocast(
 
 # ---- the stock path
 
+
+def test_a_batch_with_nothing_to_share_meets_the_trie_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv")
+    for name in ("AsymmetricPagedCache", "ServedModel", "sharing_gain_s"):
+        monkeypatch.delattr(generation, name)
+    want = stock(model, BATCHES["nothing_shared"])
+    assert shared(model, BATCHES["nothing_shared"]).tolist() == want.tolist()
+    assert not model._forward_pre_hooks
+
+
 STOCK: dict[str, tuple[Inputs, dict[str, Any], str]] = {
     "one_row": (BATCHES["one_row"], {}, "a single row"),
-    "nothing_shared": (BATCHES["nothing_shared"], {}, "no first token is common to all rows."),
+    "nothing_shared": (BATCHES["nothing_shared"], {}, "0 tokens are common to all rows;"),
     "groups_apart": (
         left_padded([*whole(suffixes(2, 3)), *whole(suffixes(2, 3), tokens(20, seed=2))]),
         {},
-        "2 prefixes are shared by some rows only",
+        "0 tokens are common to all rows, up to 20 to some of them;",
     ),
     "no_cache": (BATCHES["ragged"], {"use_cache": False}, "no cache"),
     "another_cache": (BATCHES["ragged"], {"cache_implementation": "static"}, "StaticCache"),
@@ -403,6 +429,14 @@ def test_models_that_cannot_be_served_take_the_stock_path(
 ) -> None:
     assert family in REFUSED
     assert_stock(tiny_model(family, "eager"), BATCHES["one_length"], caplog, "DynamicCache")
+
+
+def test_layers_on_several_devices_take_the_stock_path(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv")
+    model.hf_device_map = {"model.layers.0": "cpu", "model.layers.1": "meta"}
+    assert_stock(model, BATCHES["one_length"], caplog, "several devices")
 
 
 def test_dropout_takes_the_stock_path(tiny_model: Build, caplog: pytest.LogCaptureFixture) -> None:
