@@ -30,13 +30,13 @@ def shared_prefixes(rows: Sequence[Ints]) -> list[SharedPrefix]:
     comparing neighbours: no token is looked at in Python.
 
     Args:
-        rows: `[num_tokens]` token ids of each row, pads left out; none is negative.
+        rows: `[num_tokens]` token ids of each row, of one dtype, pads left out.
 
     Returns:
         The nodes of the trie at which rows part or end, most rows first, then the longest.
     """
-    # bytes of big-endian integers sort as the integers do
-    keys = [row.astype(">i8").tobytes() for row in rows]
+    # rows with a common head lie side by side, whatever order their bytes give
+    keys = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
     common = np.array([_num_common(rows[a], rows[b]) for a, b in pairwise(order)], dtype=np.int64)
     found = []
