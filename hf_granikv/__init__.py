@@ -5,6 +5,7 @@ Importing this package registers the attention implementation `"granikv"`.
 
 from hf_granikv.attention import register
 from hf_granikv.cache import AsymmetricPagedCache
+from hf_granikv.generation import generate
 from hf_granikv.multi_agent import Agent, MultiAgentRunner, Reply
 from hf_granikv.pools import Prefix
 from hf_granikv.views import CacheStats
@@ -16,6 +17,7 @@ __all__ = [
     "MultiAgentRunner",
     "Prefix",
     "Reply",
+    "generate",
 ]
 __version__ = "0.1.0"
 

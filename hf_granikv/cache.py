@@ -192,7 +192,8 @@ class AsymmetricPagedCache(Cache):
             kwargs.pop("position_ids", None)
         if layout.dense_reason is None:
             mask = kwargs.get("attention_mask")
-            self._served.check_padding(mask, takes_positions=takes_positions)
+            if mask is not None:
+                self._served.check_padding(mask.shape[-1], takes_positions=takes_positions)
         self._served.check_reach(prefix, layout.shared_len)
         state.stage(layout)
         return kwargs

@@ -1,6 +1,7 @@
-"""What differs between the transformers versions that this package supports."""
+"""What differs between the transformers versions that this package supports, and what they keep back."""
 
 import inspect
+import sys
 from typing import Any
 
 from transformers import GenerationMixin, cache_utils
@@ -17,3 +18,22 @@ CACHE_ARGUMENT = (
 
 # a layer that stores nothing, since 5.23; before, a cache has no object for such layers
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", None)
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+_KEPT_BACK = ("streamer", "assistant_model", "synced_gpus", "inputs_tensor")
+
+
+def kept_back_arguments() -> dict[str, Any]:
+    """What the `generate` under way hands to its own loops, but not to a `custom_generate`.
+
+    transformers gives a callable no streamer, whoever waits for it, and no assistant; they are
+    read off its frame.
+
+    Returns:
+        The arguments by name, None where not given.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    held = {} if frame is None else frame.f_locals
+    return {name: held.get(name) for name in _KEPT_BACK}

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -118,27 +117,25 @@ class ServedModel:
                 "use DynamicCache."
             )
 
-    def check_padding(self, mask: Tensor | None, *, takes_positions: bool) -> None:
+    def check_padding(self, num_columns: int, *, takes_positions: bool) -> None:
         """Checks that the model can tell pads from tokens.
 
         Args:
-            mask: `[num_rows, num_columns]`, or None if there are no pads.
+            num_columns: Columns of a mask that has pads.
             takes_positions: Whether its forward takes `position_ids`.
 
         Raises:
             ValueError: If padded rows cannot be right.
         """
-        if mask is None:
-            return
         if not takes_positions and self.model_type not in _POSITIONS_FROM_MASK:
             raise ValueError(
                 f"{self.model_type} takes no position_ids and counts pads as positions, so padded "
                 "rows cannot be right. Run rows of equal length, or one at a time."
             )
-        if self.column_window is not None and mask.shape[-1] > self.column_window:
+        if self.column_window is not None and num_columns > self.column_window:
             raise ValueError(
                 f"the local attention of {self.model_type} sees {self.column_window} mask columns, "
-                f"pads among them; {mask.shape[-1]} padded columns cannot be right. Run rows of "
+                f"pads among them; {num_columns} padded columns cannot be right. Run rows of "
                 "equal length, or one at a time."
             )
 

@@ -36,6 +36,16 @@ ARROWS: dict[str, set[str]] = {
     "layer": {"lazy", "state"},
     "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "recording", "state"},
     "attention": {"backends", "dispatch", "kernels", "lazy", "masks", "windows"},
+    "shared_prefix": set(),
+    "generation": {
+        "announce",
+        "attention",
+        "backends",
+        "cache",
+        "dispatch",
+        "layer_kinds",
+        "shared_prefix",
+    },
     "prompts": set(),
     "settings": set(),
     "timing": set(),
@@ -47,7 +57,7 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "tokenwise", "inputs", "state", "windows"),
+    *("lazy", "tokenwise", "inputs", "shared_prefix", "state", "windows"),
 }
 
 

@@ -1,0 +1,242 @@
+"""`generate` for batches of whole prompts: finds the prefix that their rows share, stores it once."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+from hf_granikv.announce import forward_parameters
+from hf_granikv.attention import ATTENTION_NAME
+from hf_granikv.backends import BACKENDS
+from hf_granikv.cache import AsymmetricPagedCache
+from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
+from hf_granikv.config import is_count
+from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
+from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.shared_prefix import shared_prefixes
+from hf_granikv.views import GroupShape
+
+logger = logging.getLogger(__name__)
+
+Ints = NDArray[np.int64]
+
+# any other argument of the forward may change what a token of the prefix means
+_KNOWN_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE_ARGUMENT}
+
+
+class _NotSharedError(Exception):
+    """Why a batch is left to the stock path."""
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    min_shared_tokens: int | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decodes with the stock loops, over one stored copy of the prefix that all rows share.
+
+    Given to a model's own method: `model.generate(**prompts, custom_generate=hf_granikv.generate)`.
+    Rows are whole prompts, left-padded or of one length; samples and beams count as rows. The
+    prefix is computed once and kept in an `AsymmetricPagedCache`; tokens, scores and random draws
+    are those of the call without `custom_generate`, to the rounding of the dtype. Where some rows
+    share more among them, the prefix common to all is used. What is done, and why, is logged at
+    level INFO; the cache that `return_dict_in_generate` returns has `explain()`.
+
+    The stock path, untouched, is left to: one row; a cache, embeddings, positions or anything else
+    of one's own; `use_cache=False`; outputs that cover prompt tokens; models that cannot be served.
+
+    Args:
+        model: The model.
+        input_ids: `[num_rows, num_columns]`, repeated for samples and beams.
+        logits_processor: As `model.generate` prepares it.
+        stopping_criteria: As `model.generate` prepares it.
+        generation_config: As `model.generate` prepares it.
+        min_shared_tokens: Share a prefix of at least this many tokens, wherever that is exact: also
+            on the dense route, where a step is slower. None: where the cost model predicts a gain
+            over the whole call, under `attn_implementation="granikv"` only, past 128 tokens.
+        model_kwargs: The other arguments of the model's forward.
+
+    Returns:
+        What `model.generate` returns in this mode.
+
+    Raises:
+        ValueError: If `min_shared_tokens` is not a positive number of tokens, or the mode is none
+            of transformers' own loops.
+    """
+    if min_shared_tokens is not None and not is_count(min_shared_tokens):
+        raise ValueError(
+            f"min_shared_tokens is {min_shared_tokens!r}; give a positive number of tokens, or None "
+            "to share where the cost model predicts a gain."
+        )
+    loop, loop_kwargs = _stock_loop(model, generation_config)
+    try:
+        rows = _whole_prompts(input_ids, generation_config, model_kwargs)
+        num_tokens = _num_shared(rows, at_least=min_shared_tokens or FLOOR_TOKENS + 1)
+        if min_shared_tokens is None:
+            num_steps = generation_config.max_length - input_ids.shape[1]
+            _check_gain(model, len(rows), num_tokens, num_steps)
+        cache = _prefilled(model, rows, num_tokens, generation_config.max_length)
+    except _NotSharedError as reason:
+        logger.info("%d rows, nothing shared: %s", len(input_ids), reason)
+    else:
+        logger.info("%d rows share a prefix of %d tokens.", len(rows), num_tokens)
+        model_kwargs[CACHE_ARGUMENT] = cache
+    return loop(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        **loop_kwargs,
+        **model_kwargs,
+    )
+
+
+def _stock_loop(model: Any, config: GenerationConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
+    kept = kept_back_arguments()
+    mode = config.get_generation_mode(kept["assistant_model"])
+    name = GENERATION_MODES_MAPPING[mode]
+    if "/" in name:
+        own = ", ".join(m.value for m, loop in GENERATION_MODES_MAPPING.items() if "/" not in loop)
+        raise ValueError(
+            f"the generation mode is {mode.value}, which transformers keeps outside of its package; "
+            f"hf_granikv.generate decodes with: {own}. Change the arguments that select the mode, "
+            "or leave custom_generate out."
+        )
+    kwargs: dict[str, Any] = model._extract_generation_mode_kwargs(
+        None, {}, kept["synced_gpus"], kept["assistant_model"], kept["streamer"]
+    )
+    # again, as transformers does not show a callable's arguments to its own checks
+    model._validate_generation_mode(mode, config, kwargs)
+    loop = getattr(type(model), name)
+    if "inputs_tensor" in inspect.signature(loop).parameters:
+        kwargs["inputs_tensor"] = kept["inputs_tensor"]
+    return loop, kwargs
+
+
+def _whole_prompts(
+    input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+) -> list[Ints]:
+    """Gives the token ids of each row without pads, if the rows are prompts and nothing else."""
+    if len(input_ids) < 2:
+        raise _NotSharedError("a single row has nobody to share with.")
+    cache = kwargs.get(CACHE_ARGUMENT)
+    if cache is None:
+        raise _NotSharedError("this call has no cache (use_cache=False, or one of its own kind).")
+    is_stock = type(cache) is DynamicCache and not cache.offloading and not cache.get_seq_length()
+    if not is_stock or getattr(cache, "_is_user_defined", False):
+        raise _NotSharedError(
+            f"a {type(cache).__name__} was asked for; leave the cache out to have one chosen."
+        )
+    if config.output_hidden_states or config.output_attentions:
+        raise _NotSharedError("hidden states or attentions of every prompt token were asked for.")
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _KNOWN_KWARGS)
+    if unknown:
+        raise _NotSharedError(
+            f"{', '.join(unknown)} may say more about the prompts than their ids."
+        )
+    if config.prefill_chunk_size is not None:
+        raise _NotSharedError("prefill_chunk_size cuts prompts; leave it unset.")
+    ids = input_ids.cpu().numpy()
+    given = kwargs.get("attention_mask")
+    mask = np.ones(ids.shape, dtype=bool) if given is None else given.bool().cpu().numpy()
+    if mask.shape != ids.shape or not mask[:, -1].all() or (mask[:, :-1] > mask[:, 1:]).any():
+        raise _NotSharedError(
+            "the attention_mask is none of left-padded prompts; set padding_side='left'."
+        )
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        counted = mask.cumsum(1) - 1
+        if positions.ndim != 2 or (mask & (positions.cpu().numpy() != counted)).any():
+            raise _NotSharedError("position_ids do not count the tokens of each row from 0.")
+    return [row[is_token] for row, is_token in zip(ids, mask, strict=True)]
+
+
+def _num_shared(rows: list[Ints], *, at_least: int) -> int:
+    nodes = shared_prefixes(rows)
+    common = next((node.num_tokens for node in nodes if len(node.rows) == len(rows)), 0)
+    # every row computes its last token itself, to have something to predict from
+    num_tokens = min(common, min(len(row) for row in rows) - 1)
+    if num_tokens < at_least:
+        longest = max((node.num_tokens for node in nodes), default=0)
+        more = f", up to {longest} to some of them" if longest > common else ""
+        raise _NotSharedError(
+            f"{num_tokens} tokens are common to all rows{more}; it takes {at_least} common to all."
+        )
+    return num_tokens
+
+
+def _check_gain(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> None:
+    text_config, device_type = model.config.get_text_config(decoder=True), model.device.type
+    attention = text_config._attn_implementation
+    if attention != ATTENTION_NAME or torch.is_autocast_enabled(device_type):
+        raise _NotSharedError(
+            f"under attn_implementation={attention!r}, or autocast, a shared prefix is right but "
+            f"slow; load the model with {ATTENTION_NAME!r}, or pass min_shared_tokens."
+        )
+    num_q_heads = text_config.num_attention_heads
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_q_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_q_heads
+    shape = GroupShape(
+        num_rows=num_rows,
+        q_len=1,
+        prefix_len=num_tokens,
+        num_kv_heads=num_kv_heads,
+        gqa_ratio=num_q_heads // num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=model.dtype.itemsize,
+    )
+    gain_s = sharing_gain_s(
+        shape,
+        hidden_size=text_config.hidden_size,
+        num_steps=num_steps,
+        device_type=device_type,
+        backends=BACKENDS,
+    )
+    if gain_s <= 0:
+        raise _NotSharedError(
+            f"{num_tokens} tokens are common to all rows; in {num_steps} steps sharing them would "
+            f"lose {-1e6 * gain_s:.0f} us per layer."
+        )
+
+
+def _prefilled(
+    model: PreTrainedModel, rows: list[Ints], num_tokens: int, max_length: int
+) -> AsymmetricPagedCache:
+    """Gives a cache that holds the prefix and awaits the prompts.
+
+    What the cache checks before each forward is checked here for the longest one to come.
+    """
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise _NotSharedError("the layers of the model lie on several devices.")
+    try:
+        served = ServedModel.from_config(model.config)
+        served.check_length(num_tokens, max_length)
+        if len({len(row) for row in rows}) > 1:
+            takes_positions = "position_ids" in forward_parameters(model)
+            served.check_padding(max_length, takes_positions=takes_positions)
+        cache = AsymmetricPagedCache(model.config)
+        cache.prefill(model, torch.from_numpy(rows[0][:num_tokens]))
+    except ValueError as error:
+        raise _NotSharedError(str(error)) from error
+    # as generate does with a cache that it is handed
+    cache._is_user_defined = True
+    return cache

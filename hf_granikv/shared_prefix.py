@@ -1,0 +1,59 @@
+"""Which rows of a batch begin with the same tokens: a trie, read off the sorted rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A node of the trie that more than one row passes.
+
+    Attributes:
+        num_tokens: Tokens at the head that the rows have in common; at least 1.
+        rows: Every row that begins with them, ascending.
+    """
+
+    num_tokens: int
+    rows: tuple[int, ...]
+
+
+def shared_prefixes(rows: Sequence[Ints]) -> list[SharedPrefix]:
+    """Finds every prefix that several rows share, as long as it can be for these rows.
+
+    Two prefixes are either nested or over different rows. The work is that of sorting the rows and
+    comparing neighbours: no token is looked at in Python.
+
+    Args:
+        rows: `[num_tokens]` token ids of each row, of one dtype, pads left out.
+
+    Returns:
+        The nodes of the trie at which rows part or end, most rows first, then the longest.
+    """
+    # rows with a common head lie side by side, whatever order their bytes give
+    keys = [row.tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    common = np.array([_num_common(rows[a], rows[b]) for a, b in pairwise(order)], dtype=np.int64)
+    found = []
+    runs = [(0, len(rows) - 1)] if len(rows) > 1 else []
+    while runs:
+        first, last = runs.pop()
+        depth = int(common[first:last].min())
+        if depth:
+            found.append(SharedPrefix(depth, tuple(sorted(order[first : last + 1]))))
+        # the rows part, or one of them ends, wherever neighbours have no more than this in common
+        cuts = (first + np.flatnonzero(common[first:last] == depth)).tolist()
+        starts, ends = [first, *(cut + 1 for cut in cuts)], [*cuts, last]
+        runs += [(a, b) for a, b in zip(starts, ends, strict=True) if b > a]
+    return sorted(found, key=lambda node: (-len(node.rows), -node.num_tokens, node.rows))
+
+
+def _num_common(a: Ints, b: Ints) -> int:
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
