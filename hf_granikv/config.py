@@ -25,13 +25,14 @@ class CacheOptions:
             raise ValueError(
                 f"dispatch {self.dispatch!r} is unknown; known: {', '.join(DISPATCH_CHOICES)}."
             )
-        if self.cold_slots is not None and not _is_count(self.cold_slots):
+        if self.cold_slots is not None and not is_count(self.cold_slots):
             raise ValueError(
                 f"cold_slots is {self.cold_slots!r}; give a positive number of tokens, or None for "
                 "a pool that grows as needed."
             )
 
 
-def _is_count(given: Any) -> bool:
+def is_count(given: Any) -> bool:
+    """Whether an argument is a positive whole number."""
     # True is an int, and numpy's integers are not
     return isinstance(given, Integral) and given is not True and int(given) >= 1

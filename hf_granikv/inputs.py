@@ -117,7 +117,7 @@ def read_generation(
     ends_in_pads = bool(num_ids and not is_real[:, -1].all())
     layout = Layout(True, shared_len, owned, recounts_positions=ends_in_pads)
     kwargs["position_ids"] = None
-    return layout, _with_positions_and_mask(kwargs, layout, positions, before=None)
+    return layout, with_positions_and_mask(kwargs, layout, positions, before=None)
 
 
 def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[str, Any]]:
@@ -166,7 +166,7 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
         kwargs = {**kwargs, "position_ids": None}
     starts = held.shared_len + known
     positions = starts[:, None] + owned.cumsum(1) - 1
-    return layout, _with_positions_and_mask(kwargs, layout, positions, before=held.owned)
+    return layout, with_positions_and_mask(kwargs, layout, positions, before=held.owned)
 
 
 def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
@@ -229,8 +229,7 @@ def _check_contains_prefix(
             raise ValueError(
                 f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
                 "whole prompts that start with the prefix; or, with the suffix alone, an "
-                "attention_mask over prefix and suffix. Leave prefill_chunk_size unset: it cuts "
-                "prompts before the cache sees them."
+                "attention_mask over prefix and suffix."
             )
 
 
@@ -268,9 +267,18 @@ def _take_columns(
     return kwargs
 
 
-def _with_positions_and_mask(
+def with_positions_and_mask(
     kwargs: dict[str, Any], layout: Layout, positions: Ints, *, before: Bools | None
 ) -> dict[str, Any]:
+    """Completes the arguments of a forward whose columns are known.
+
+    Args:
+        kwargs: The arguments; `position_ids` stay where there are some.
+        layout: What the new columns hold.
+        positions: `[num_rows, q_len]` of the new columns; negative ones are those of pads.
+        before: `[num_rows, num_columns]` which columns since the prefix hold a token; None if
+            there are none.
+    """
     kwargs = dict(kwargs)
     like = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     if kwargs.get("position_ids") is None:
