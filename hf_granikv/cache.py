@@ -21,6 +21,7 @@ from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.prefix_states import (
     check_chunk_size,
     check_is_deterministic,
+    embedded,
     one_row_of_ids,
     prefix_states,
 )
@@ -84,11 +85,7 @@ class AsymmetricPagedCache(InProcessCache):
         """
         state, ids = self._state, one_row_of_ids(input_ids)
         check_chunk_size(chunk_size)
-        if state.prefix is not None or state.num_rows:
-            held = f"{state.num_rows} rows already; call cache.reset() first"
-            if state.prefix is not None:
-                held = "a prefix already; call cache.release(prefix) first"
-            raise ValueError(f"the cache holds {held}, or build another cache.")
+        state.check_takes_prefix()
         inner = self.attach(model)
         check_is_deterministic(inner)
         self._served.check_length(ids.shape[1], ids.shape[1])
@@ -113,11 +110,6 @@ class AsymmetricPagedCache(InProcessCache):
                 gone or has changed.
         """
         inner = transformers_model(model)
-        takes_dynamic = getattr(inner, "_supports_default_dynamic_cache", None)
-        if takes_dynamic is not None and not takes_dynamic():
-            raise ValueError(
-                f"{type(inner).__name__} keeps a cache of its own kind; it cannot be served."
-            )
         num_layers = inner.config.get_text_config(decoder=True).num_hidden_layers
         if num_layers != len(self.layers):
             raise ValueError(
@@ -187,15 +179,13 @@ class AsymmetricPagedCache(InProcessCache):
                 "use_cache=False was given together with a cache that holds a prefix; leave one of "
                 "them out."
             )
-        held, cut = state.held_rows(), self._cut_prompt
-        if cut is not None and cut.is_continued_by(kwargs, held):
+        held, cut, self._cut_prompt = state.held_rows(), self._cut_prompt, None
+        if cut is not None and not cut.is_continued_by(kwargs, held, is_generation):
+            cut = None
+        if cut is not None:
             layout, kwargs = cut.send(kwargs, held)
         elif is_generation:
-            embeds = None
-            if kwargs.get("inputs_embeds") is not None:
-                embed: Any = module.get_input_embeddings()  # type: ignore[operator]
-                device = kwargs["inputs_embeds"].device
-                embeds = embed(prefix.token_ids.to(device)).detach()
+            embeds = embedded(module, prefix.token_ids, like=kwargs.get("inputs_embeds"))
             layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held, embeds)
         else:
             layout, kwargs = read_forward(kwargs, held)
@@ -210,6 +200,7 @@ class AsymmetricPagedCache(InProcessCache):
             mask = kwargs.get("attention_mask")
             self._served.check_padding(mask, takes_positions=takes_positions)
         state.stage(layout)
+        self._cut_prompt = cut
         return kwargs
 
     def settle(self) -> None:

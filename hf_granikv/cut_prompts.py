@@ -119,12 +119,19 @@ class CutPrompt:
         """Tokens of the longest row."""
         return int(self.columns["position_ids"].max()) + 1
 
-    def is_continued_by(self, kwargs: dict[str, Any], held: HeldRows) -> bool:
-        """Whether a forward brings the next chunk to a cache that has taken the others."""
+    def is_continued_by(self, kwargs: dict[str, Any], held: HeldRows, is_first: bool) -> bool:
+        """Whether a forward brings the next chunk to a cache that has taken the others.
+
+        Args:
+            kwargs: The arguments of the forward.
+            held: The rows so far.
+            is_first: Whether it is the first forward of a `generate` call.
+        """
         ids = kwargs.get("input_ids")
         num_columns = 0 if held.owned is None else held.owned.shape[1]
         return (
-            self.num_sent < len(self.chunks)
+            is_first == (self.num_sent == 0)
+            and self.num_sent < len(self.chunks)
             and (num_columns == self.num_held or self._starts_batch)
             and ids is not None
             and torch.equal(ids, self.chunks[self.num_sent].to(ids.device))

@@ -52,7 +52,7 @@ class ModelIdentity:
         self._rope = deepcopy(_rope_parameters(model))
         self._switches = deepcopy(parts.switches)
         self._marks = _marks(parts.weights)
-        self._kinds = [(t.dtype, t.device, tuple(t.shape)) for t in parts.weights]
+        self._kinds = list(map(_kind, [*parts.weights, *parts.buffers]))
         self._names = parts.tensor_names()
         self._switch_names = parts.switch_names()
         self._runs = _groups_of_runs([*parts.weights, *parts.buffers])
@@ -65,6 +65,7 @@ class ModelIdentity:
             len(parts.weights) + len(parts.buffers) == len(self._names)
             and parts.switches == self._switches
             and _marks(parts.weights) == self._marks
+            and list(map(_kind, parts.buffers)) == self._kinds[len(parts.weights) :]
             and _rope_parameters(model) == self._rope
             and all(map(torch.equal, self._read_samples(parts), self._samples))
         )
@@ -229,7 +230,11 @@ def _marks(weights: list[Tensor]) -> list[tuple[Any, ...]]:
         )
     except RuntimeError:
         # made in inference mode: no counter; or a subclass without memory of its own
-        return [(id(t), t.is_inference() or t._version, 0) for t in weights]
+        return [(id(t), t.is_inference() or t._version, t.shape) for t in weights]
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, tuple[int, ...]]:
+    return tensor.dtype, tensor.device, tuple(tensor.shape)
 
 
 def _groups_of_runs(tensors: list[Tensor]) -> list[list[tuple[int, int, int]]]:

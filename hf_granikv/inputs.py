@@ -273,11 +273,10 @@ def with_positions_and_mask(
     """Completes the arguments of a forward whose columns are known.
 
     Args:
-        kwargs: The arguments; `position_ids` stay where there are some.
-        layout: What the new columns hold.
-        positions: `[num_rows, q_len]` of the new columns; negative ones are those of pads.
-        before: `[num_rows, num_columns]` which columns since the prefix hold a token; None if
-            there are none.
+        kwargs: The arguments; `position_ids` that are there stay.
+        layout: The new columns.
+        positions: `[num_rows, q_len]` of the new columns.
+        before: `[num_rows, num_columns]` the columns since the prefix, as in `HeldRows.owned`.
     """
     kwargs = dict(kwargs)
     like = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]

@@ -1,4 +1,4 @@
-"""The forward passes that compute a prefix."""
+"""The forward passes that compute a prefix, and what they start from."""
 
 from typing import Any
 
@@ -92,6 +92,24 @@ def prefix_states(
             )
     layers: list[Any] = recorder.layers
     return [(layer.keys[0], layer.values[0]) for layer in layers]
+
+
+def embedded(model: nn.Module, token_ids: Tensor, *, like: Tensor | None) -> Tensor | None:
+    """Gives the embeddings of a prefix to compare others with; None if there are no others.
+
+    Args:
+        model: The transformers model.
+        token_ids: `[prefix_len]` on any device.
+        like: What they will be compared with, on its device.
+
+    Returns:
+        `[prefix_len, hidden_size]`, detached.
+    """
+    if like is None:
+        return None
+    embed: Any = model.get_input_embeddings()  # type: ignore[operator]
+    found: Tensor = embed(token_ids.to(like.device)).detach()
+    return found
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -31,20 +31,29 @@ ARROWS: dict[str, set[str]] = {
     "layer_kinds": set(),
     "state": {"pools", "inputs"},
     "layer": {"lazy", "state"},
-    "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "state"},
+    "identity": set(),
+    "known_models": {"identity"},
+    "cut_prompts": {"inputs"},
+    "prefix_states": {"announce"},
+    "in_process": set(),
+    "cache": {
+        *("announce", "cut_prompts", "in_process", "inputs", "known_models", "layer"),
+        *("layer_kinds", "pools", "prefix_states", "state"),
+    },
     "attention": {"backends", "dispatch", "kernels", "lazy", "masks"},
     "prompts": set(),
     "settings": set(),
     "timing": set(),
     "report": {"timing"},
-    "multi_agent": {"cache", "pools", "prompts", "report", "settings", "timing"},
+    "agent": {"pools", "prompts"},
+    "multi_agent": {"agent", "cache", "pools", "prompts", "report", "settings", "timing"},
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
     "cli": {"demo", "demo_model"},
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "inputs", "state"),
+    *("lazy", "inputs", "state", "cut_prompts", "identity", "known_models"),
 }
 
 

@@ -87,6 +87,10 @@ CHANGES: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
         lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * 0.5),
         "rotary_emb.inv_freq",
     ),
+    "rope_buffer_shrunk": (
+        lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq[:1].clone()),
+        r"rotary_emb.inv_freq is torch.float32 \(1,\) on cpu, it was torch.float32 \(4,\)",
+    ),
     "rope_parameters": (
         lambda m: m.config.rope_parameters.update(rope_theta=5e5),
         "rope_parameters .*500000",
