@@ -1,7 +1,7 @@
 """What a model computes with, as cheap marks that show when it has changed.
 
 Version counters show writes that autograd sees. Fused optimizers, `.data`, numpy and collectives
-write past them, so a run of elements of each tensor is compared as well. Nothing here keeps a
+write past them, so some elements of each tensor are compared as well. Nothing here keeps a
 tensor of the model alive.
 """
 
@@ -21,8 +21,11 @@ _SWITCHES = {
     *("scaling", "attention_scaling"),
 }
 _SWITCH_TYPES = (bool, int, float, str, list, tuple, dict)
-# compared elements of each tensor, all in one run: reading them costs a cache line or two
-_RUN_LENGTH = 16
+# tensors of up to so many elements are compared whole, larger ones by one run in their middle:
+# time goes by the number of tensors, and a run costs a few cache lines
+_WHOLE_LENGTH, _RUN_LENGTH = 4096, 64
+# compared bit by bit, since NaN differs from itself
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # what a config says that changes no key and no value
 _SILENT_OPTIONS = {
     *("_attn_implementation", "_name_or_path", "architectures", "dtype", "transformers_version"),
@@ -39,8 +42,8 @@ class ModelIdentity:
 
     Caught with certainty: a weight replaced, moved, cast, or written where autograd sees it; an
     adapter added, switched, disabled, merged or scaled; another attention scaling; other RoPE
-    parameters. A write past autograd is caught if it changes one of 16 elements in the middle of a
-    tensor, as updates of whole tensors do. Not looked at: hooks, replaced `forward` methods,
+    parameters. A write past autograd is caught in tensors of up to 4,096 elements, and in larger ones
+    if it changes one of 64 in the middle, as updates of whole tensors do. Not looked at: hooks, replaced `forward` methods,
     training mode, and weights of a tensor subclass beyond their version counter.
 
     Args:
@@ -95,17 +98,16 @@ class ModelIdentity:
     def _read_samples(self, parts: "_Parts") -> list[Tensor]:
         tensors = [*parts.weights, *parts.buffers]
         with torch.inference_mode():
-            return [
-                torch.cat([tensors[i].as_strided((n,), (1,), at) for i, n, at in group]).view(
-                    torch.uint8
-                )
+            samples = [
+                torch.cat([tensors[i].as_strided((n,), (1,), at) for i, n, at in group])
                 for group in self._runs
             ]
+            return [sample.view(_BITS[sample.element_size()]) for sample in samples]
 
     def _first_other_run(self, now: "ModelIdentity") -> str:
         for group, is_, was in zip(self._runs, now._samples, self._samples, strict=True):
-            num_bytes = len(was) // sum(n for _, n, _ in group)
-            lengths = [n * num_bytes for _, n, _ in group]
+            per_element = len(was) // sum(n for _, n, _ in group)
+            lengths = [n * per_element for _, n, _ in group]
             pairs = zip(is_.split(lengths), was.split(lengths), strict=True)
             for (tensor_idx, *_), (run_now, run_then) in zip(group, pairs, strict=True):
                 if not torch.equal(run_now, run_then):
@@ -245,7 +247,7 @@ def _groups_of_runs(tensors: list[Tensor]) -> list[list[tuple[int, int, int]]]:
         if is_plain and not tensor.is_meta and tensor.numel():
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             span = 1 + sum((size - 1) * stride for size, stride in steps)
-            length = min(_RUN_LENGTH, span)
+            length = span if span <= _WHOLE_LENGTH else _RUN_LENGTH
             run = (tensor_idx, length, int(tensor.storage_offset()) + (span - length) // 2)
             groups[tensor.dtype, tensor.device].append(run)
     return list(groups.values())

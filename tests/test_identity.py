@@ -65,6 +65,7 @@ CHANGES: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "copied_into": (without_grad(lambda m: up(m).copy_(torch.randn(64, 32))), UP),
     "written_detached": (lambda m: up(m).detach().mul_(1.01), UP),
     "written_past_autograd": (lambda m: up(m).data.mul_(1.01), UP),
+    "one_element_past_autograd": (lambda m: up(m).data[0, 0].add_(1.0), UP),
     "written_by_numpy": (lambda m: up(m).detach().numpy().__imul__(1.01), UP),
     "written_in_inference_mode": (in_inference_mode, UP),
     "data_replaced": (lambda m: setattr(up(m), "data", up(m).data * 1.01), UP),
@@ -125,6 +126,21 @@ def test_a_change_is_seen_and_named(name: str) -> None:
     change(model)
     assert not identity.is_of(model)
     assert re.search(named, identity.difference(model)), identity.difference(model)
+
+
+@pytest.mark.parametrize("past", ["data", "numpy", "fused"])
+def test_a_large_tensor_is_sampled(past: str) -> None:
+    model = llama(intermediate_size=256)
+    identity = ModelIdentity(model)
+    assert up(model).numel() > 4096
+    if past == "data":
+        up(model).data.add_(1e-6)
+    elif past == "numpy":
+        up(model).detach().numpy().__imul__(1.001)
+    else:
+        trained(torch.optim.AdamW, fused=True)(model)
+    assert not identity.is_of(model)
+    assert identity.difference(model) == f"{UP} was written to"
 
 
 @pytest.mark.parametrize("what", ["switched", "disabled", "merged", "scaled", "trained"])
