@@ -98,8 +98,8 @@ class AsymmetricPagedCache(InProcessCache):
     def attach(self, model: nn.Module) -> PreTrainedModel:
         """Lets another object with the weights of the prefix use the cache.
 
-        Every element is compared with the model that computed the prefix. `prefill` does this for
-        the model it is given, and forgets all others.
+        Every element is compared with the model that computed the prefix. `prefill` needs no
+        comparison for the model it is given, and forgets all others.
 
         Returns:
             The transformers model inside `model`.
@@ -116,7 +116,8 @@ class AsymmetricPagedCache(InProcessCache):
                 f"{type(inner).__name__} has {num_layers} layers, the cache was built for "
                 f"{len(self.layers)}; build the cache from model.config."
             )
-        self._models.admit(inner, has_prefix=self._state.prefix is not None)
+        if self._state.prefix is not None:
+            self._models.admit(inner)
         attach_hook(inner)
         return inner
 

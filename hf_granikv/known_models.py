@@ -31,16 +31,15 @@ class KnownModels:
         """Forgets all models."""
         self._identities = WeakKeyDictionary()
 
-    def admit(self, model: nn.Module, *, has_prefix: bool) -> None:
-        """Adds a model object; if there is a prefix, one that computes as its model does.
+    def admit(self, model: nn.Module) -> None:
+        """Adds a model object that computes as the model of the prefix does.
 
         Raises:
             ValueError: If the two contain each other.
             StalePrefixError: If anything differs, or nothing is left to compare with.
         """
         if model in self:
-            if has_prefix:
-                self.check(model)
+            self.check(model)
             return
         for known in self:
             if model in known.modules() or known in model.modules():
@@ -48,8 +47,7 @@ class KnownModels:
                     f"{type(model).__name__} and {type(known).__name__}, which this cache knows, "
                     "contain each other; use the one that was attached first."
                 )
-        if has_prefix:
-            self._check_same(model)
+        self._check_same(model)
         self._identities[model] = ModelIdentity(model)
 
     def check(self, model: nn.Module) -> None:
