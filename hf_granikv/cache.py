@@ -133,12 +133,11 @@ class AsymmetricPagedCache(InProcessCache):
         state.let_go()
 
     def invalidate(self) -> None:
-        """Drops the prefix, all rows and every model; right after, `prefill` may be called.
+        """Drops the prefix, if any, and all rows; right after, `prefill` may be called.
 
         For loops that change weights between generations. Costs nothing but the release of memory;
         forks keep what they hold.
         """
-        self._models.forget()
         if self._state.prefix is not None:
             self._state.let_go()
         self._state.release_rows()

@@ -27,10 +27,6 @@ class KnownModels:
         """Forgets all models but the one that is about to compute a prefix, as it is now."""
         self._identities = WeakKeyDictionary({model: ModelIdentity(model)})
 
-    def forget(self) -> None:
-        """Forgets all models."""
-        self._identities = WeakKeyDictionary()
-
     def admit(self, model: nn.Module) -> None:
         """Adds a model object that computes as the model of the prefix does.
 
