@@ -18,13 +18,18 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a model: itself, or what a wrapper (PEFT, say) holds.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or it keeps a cache of its own kind.
     """
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise ValueError(
             f"{type(model).__name__} contains no transformers model; pass the object on which "
             "generate is called."
+        )
+    takes_dynamic = getattr(inner, "_supports_default_dynamic_cache", None)
+    if takes_dynamic is not None and not takes_dynamic():
+        raise ValueError(
+            f"{type(inner).__name__} keeps a cache of its own kind; it cannot be served."
         )
     return inner
 

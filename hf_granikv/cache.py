@@ -1,30 +1,36 @@
 """The transformers `Cache` contract over the two pools."""
 
 import sys
+from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
 from hf_granikv.compat import DummyLayer
 from hf_granikv.config import CacheOptions
+from hf_granikv.cut_prompts import CutPrompt, is_asked_by_generate
+from hf_granikv.in_process import InProcessCache
 from hf_granikv.inputs import read_forward, read_generation
+from hf_granikv.known_models import KnownModels
 from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import HotPool, Prefix
+from hf_granikv.prefix_inputs import (
+    check_chunk_size,
+    check_is_deterministic,
+    embedded,
+    one_row_of_ids,
+)
 from hf_granikv.recording import record
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
-_ID_DTYPES = (torch.int32, torch.int64)
 
-
-class AsymmetricPagedCache(Cache):
+class AsymmetricPagedCache(InProcessCache):
     """A cache whose prefix is stored once for all rows, and whose private tokens one by one.
 
     ```
@@ -48,6 +54,8 @@ class AsymmetricPagedCache(Cache):
         ValueError: If an option is unknown, or the model has layers that cannot be served.
     """
 
+    _cut_prompt: CutPrompt | None
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -57,42 +65,33 @@ class AsymmetricPagedCache(Cache):
     ) -> None:
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
         self._served = ServedModel.from_config(config)
-        self._models: WeakSet[nn.Module] = WeakSet()
+        self._models = KnownModels()
         self._adopt(CacheState(self._served.layers, options, HotPool()))
 
-    def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
+    def prefill(
+        self, model: nn.Module, input_ids: Tensor, *, chunk_size: int | None = None
+    ) -> Prefix:
         """Computes a prefix and stores it for all rows to come.
 
         Args:
             model: The model that will generate.
             input_ids: `[1, prefix_len]` token ids; `[prefix_len]` is taken as well.
+            chunk_size: The most tokens of one forward pass, which bounds the memory that activations
+                take; None computes the prefix in one piece.
 
         Raises:
             ValueError: If the ids are not one row of at least one token, the model does not go with
-                the config of the cache, or the cache holds a prefix or rows already.
+                the config of the cache, the cache holds a prefix or rows already, or `chunk_size`
+                is no positive number.
         """
-        state, ids = self._state, torch.as_tensor(input_ids)
-        ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.dtype not in _ID_DTYPES:
-            raise ValueError(
-                f"input_ids of a prefix is {tuple(ids.shape)} {ids.dtype}; give one row of token "
-                "ids, [1, prefix_len], without padding."
-            )
-        if state.prefix is not None or state.num_rows:
-            held = f"{state.num_rows} rows already; call cache.reset() first"
-            if state.prefix is not None:
-                held = "a prefix already; call cache.release(prefix) first"
-            raise ValueError(f"the cache holds {held}, or build another cache.")
+        state, ids = self._state, one_row_of_ids(input_ids)
+        check_chunk_size(chunk_size)
+        state.check_takes_prefix()
         inner = self.attach(model)
-        if inner.training and _has_dropout(inner):
-            raise ValueError(
-                f"{type(inner).__name__} is in training mode and has dropout, which would be stored "
-                "with the prefix; call model.eval() first."
-            )
+        check_is_deterministic(inner)
         self._served.check_length(ids.shape[1], ids.shape[1])
-        ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
-        windows = [layer.window for layer in self._served.layers]
-        prefix = state.hot.seal(ids[0], record(inner, ids, windows))
+        self._models.start(inner)
+        prefix = state.hot.seal(ids[0], record(inner, ids, self._served.layers, chunk_size))
         state.hold(prefix)
         state.release_rows()
         return prefix
@@ -100,29 +99,22 @@ class AsymmetricPagedCache(Cache):
     def attach(self, model: nn.Module) -> PreTrainedModel:
         """Lets another object with the weights of the prefix use the cache.
 
-        `prefill` does this for the model it is given.
+        Every element is compared with the model that computed the prefix. `prefill` needs no
+        comparison for the model it is given, and forgets all others.
 
         Returns:
             The transformers model inside `model`.
 
         Raises:
             ValueError: If the model does not go with the config of the cache.
+            StalePrefixError: If anything in it differs from the model of the prefix, or that one is
+                gone or has changed.
         """
         inner = transformers_model(model)
-        takes_dynamic = getattr(inner, "_supports_default_dynamic_cache", None)
-        if takes_dynamic is not None and not takes_dynamic():
-            raise ValueError(
-                f"{type(inner).__name__} keeps a cache of its own kind; it cannot be served."
-            )
-        for known in self._models:
-            if known is not inner and (inner in known.modules() or known in inner.modules()):
-                raise ValueError(
-                    f"{type(inner).__name__} and {type(known).__name__}, which this cache knows, "
-                    "contain each other; use the one that was attached first."
-                )
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
+        if self._state.prefix is not None:
+            self._models.admit(inner)
         attach_hook(inner)
-        self._models.add(inner)
         return inner
 
     def release(self, prefix: Prefix) -> None:
@@ -136,15 +128,22 @@ class AsymmetricPagedCache(Cache):
             raise ValueError(f"this cache does not hold {prefix}; release a prefix it prefilled.")
         state.let_go()
 
+    def invalidate(self) -> None:
+        """Drops the prefix, if any, and all rows; right after, `prefill` may be called.
+
+        For loops that change weights between generations. Costs nothing but the release of memory;
+        forks keep what they hold.
+        """
+        if self._state.prefix is not None:
+            self._state.let_go()
+        self._state.release_rows()
+
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
         twin = type(self).__new__(type(self))
-        twin._served, twin._models = self._served, WeakSet(self._models)
+        twin._served, twin._models = self._served, self._models.copy()
         twin._adopt(self._state.fork())
         return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AsymmetricPagedCache":
-        return self.fork()
 
     def announce(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass; called by the hook on the model.
@@ -158,6 +157,7 @@ class AsymmetricPagedCache(Cache):
 
         Raises:
             ValueError: If they mean nothing right; the cache is as it was.
+            StalePrefixError: If the model has changed since it computed the prefix; likewise.
         """
         state, prefix = self._state, self._state.prefix
         if prefix is None or module not in self._models:
@@ -175,16 +175,18 @@ class AsymmetricPagedCache(Cache):
                 "use_cache=False was given together with a cache that holds a prefix; leave one of "
                 "them out."
             )
-        held = state.held_rows()
-        if is_generation:
-            embeds = None
-            if kwargs.get("inputs_embeds") is not None:
-                embed: Any = module.get_input_embeddings()  # type: ignore[operator]
-                device = kwargs["inputs_embeds"].device
-                embeds = embed(prefix.token_ids.to(device)).detach()
+        held, cut, self._cut_prompt = state.held_rows(), self._cut_prompt, None
+        if cut is not None and not cut.is_continued_by(kwargs, held, is_generation):
+            cut = None
+        if cut is not None:
+            layout, kwargs = cut.send(kwargs, held)
+        elif is_generation:
+            embeds = embedded(module, prefix.token_ids, like=kwargs.get("inputs_embeds"))
             layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held, embeds)
         else:
             layout, kwargs = read_forward(kwargs, held)
+        if is_generation or layout.starts_batch:
+            self._models.check(module)
         positions = kwargs.get("position_ids")
         if positions is not None and self._served.rope_type is not None:
             self._served.check_length(prefix.num_tokens, int(positions.max()) + 1)
@@ -196,6 +198,7 @@ class AsymmetricPagedCache(Cache):
                 self._served.check_padding(mask.shape[-1], takes_positions=takes_positions)
         self._served.check_reach(prefix, layout.shared_len)
         state.stage(layout)
+        self._cut_prompt = cut
         return kwargs
 
     def settle(self) -> None:
@@ -214,8 +217,10 @@ class AsymmetricPagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held: of the prefix and since."""
-        if self._state.is_generation_pending and _is_asked_by_generate():
-            return 0
+        if self._state.is_generation_pending:
+            caller = sys._getframe(1)
+            if is_asked_by_generate(caller):
+                return self._first_column(caller)
         return super().get_seq_length(layer_idx)
 
     def reset(self) -> None:
@@ -289,22 +294,29 @@ class AsymmetricPagedCache(Cache):
         self._state.hot.check_integrity()
         self._state.cold.check_integrity()
 
+    def _first_column(self, caller: FrameType) -> int:
+        # 0, so that prompts arrive whole; where they are cut, the columns that need not be sent
+        cut, state = self._cut_prompt, self._state
+        if cut is not None and cut.note_chunks(caller):
+            return cut.first_column
+        self._cut_prompt = None
+        model: Any = caller.f_locals.get("self")
+        if state.prefix is None or model not in self._models:
+            return 0
+        cut = CutPrompt.read(caller, state.prefix.token_ids.numpy(), state.held_rows())
+        if cut is None:
+            return 0
+        # later chunks must not fail on what is known now
+        self._served.check_length(state.prefix.num_tokens, cut.seq_len)
+        state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
+        self._cut_prompt = cut
+        return cut.first_column
+
     def _adopt(self, state: CacheState) -> None:
         self._state = state
+        self._cut_prompt = None
         layers: list[Any] = [
             AsymmetricPagedLayer(i, state, kind.window) if kind.stores else DummyLayer()
             for i, kind in enumerate(self._served.layers)
         ]
         super().__init__(layers=layers)
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    named = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    in_attention = any(getattr(model.config, name, 0) for name in named)
-    return bool(in_attention) or any(isinstance(m, nn.Dropout) and m.p for m in model.modules())
-
-
-def _is_asked_by_generate() -> bool:
-    # transformers may still refuse the call it has marked the cache for; then nobody but generate
-    # may be told that the cache is empty
-    return sys._getframe(2).f_globals.get("__name__") == "transformers.generation.utils"

@@ -1,4 +1,4 @@
-"""The errors a caller may meet that are not plain `ValueError`s."""
+"""The errors a caller may want to tell from others."""
 
 
 class ColdPoolFullError(RuntimeError):
@@ -11,3 +11,7 @@ class IntegrityError(RuntimeError):
 
 class UnannouncedForwardError(RuntimeError):
     """A forward pass reached the cache without its inputs having been announced first."""
+
+
+class StalePrefixError(ValueError):
+    """A prefix was about to be read by a model that does not compute as the prefix was computed."""

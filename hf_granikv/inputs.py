@@ -119,7 +119,7 @@ def read_generation(
     ends_in_pads = bool(num_ids and not is_real[:, -1].all())
     layout = Layout(True, shared_len, owned, recounts_positions=ends_in_pads)
     kwargs["position_ids"] = None
-    return layout, _with_positions_and_mask(kwargs, layout, positions, None, held.pads_first)
+    return layout, with_positions_and_mask(kwargs, layout, positions, None, held.pads_first)
 
 
 def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[str, Any]]:
@@ -168,7 +168,7 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
         kwargs = {**kwargs, "position_ids": None}
     starts = held.shared_len + known
     positions = starts[:, None] + owned.cumsum(1) - 1
-    return layout, _with_positions_and_mask(kwargs, layout, positions, held.owned, held.pads_first)
+    return layout, with_positions_and_mask(kwargs, layout, positions, held.owned, held.pads_first)
 
 
 def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
@@ -231,8 +231,7 @@ def _check_contains_prefix(
             raise ValueError(
                 f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
                 "whole prompts that start with the prefix; or, with the suffix alone, an "
-                "attention_mask over prefix and suffix. Leave prefill_chunk_size unset: it cuts "
-                "prompts before the cache sees them."
+                "attention_mask over prefix and suffix."
             )
 
 
@@ -270,13 +269,22 @@ def _take_columns(
     return kwargs
 
 
-def _with_positions_and_mask(
+def with_positions_and_mask(
     kwargs: dict[str, Any],
     layout: Layout,
     positions: Ints,
     before: Bools | None,
     pads_first: bool,
 ) -> dict[str, Any]:
+    """Completes the arguments of a forward whose columns are known.
+
+    Args:
+        kwargs: The arguments; `position_ids` that are there stay.
+        layout: The new columns.
+        positions: `[num_rows, q_len]` of the new columns.
+        before: `[num_rows, num_columns]` the columns since the prefix, as in `HeldRows.owned`.
+        pads_first: As in `HeldRows`.
+    """
     kwargs = dict(kwargs)
     like = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     if kwargs.get("position_ids") is None:

@@ -1,18 +1,20 @@
 """Many agents over one shared text: stored once, answered in one batch per turn."""
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from hf_granikv.agent import Agent, Messages, Reply, user_message
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.config import CacheOptions
-from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.errors import ColdPoolFullError, StalePrefixError
 from hf_granikv.prompts import (
     Message,
     SharedText,
@@ -32,51 +34,7 @@ if TYPE_CHECKING:
 
     from hf_granikv.pools import Prefix
 
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What one agent answered in one turn.
-
-    Attributes:
-        name: The agent's name.
-        text: The answer without special tokens.
-        token_ids: The generated ids, the end token included where there is one.
-        prompt_tokens: Tokens of the agent's prompt, the prefix included.
-        finish_reason: `"stop"` where the answer ended by itself or by a stopping criterion,
-            `"length"` where it was cut.
-    """
-
-    name: str
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    finish_reason: str
-
-
-@dataclass(eq=False, slots=True)
-class Agent:
-    """One reader of a prefix; made by `MultiAgentRunner.agent`.
-
-    Attributes:
-        name: Its name, unique in its runner.
-        prefix: The stored prefix that it reads.
-        instructions: What stands before its first message, if anything.
-        history: The user and assistant messages of its earlier turns.
-    """
-
-    name: str
-    prefix: "Prefix"
-    instructions: str | None = None
-    history: list[Message] = field(default_factory=list)
-
-    def conversation(self, message: str) -> list[Message]:
-        """Gives everything that follows the shared text when `message` is asked now."""
-        opening = [_user(self.instructions)] if self.instructions else []
-        return [*opening, *self.history, _user(message)]
-
-
-# keys of a mapping are invariant to a type checker, so each kind of key is named
-Messages = Mapping[Agent | str, str] | Mapping[str, str] | Mapping[Agent, str]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +103,7 @@ class MultiAgentRunner:
                 template cannot put it first.
         """
         shared = shared_text(self.tokenizer, content)
-        ids = shared_ids(self.tokenizer, shared)
-        cache = AsymmetricPagedCache(self.model.config, **asdict(self._options))
-        start = time.perf_counter()
-        with forward_progress(self.model, f"granikv prefix of {len(ids)} tokens"):
-            prefix = cache.prefill(self.model, torch.tensor([ids], device=self.model.device))
-        prefill_s = time.perf_counter() - start
-        self._shares[id(prefix)] = _Share(prefix, shared, ids, cache, prefill_s)
-        return prefix
+        return self._compute(shared, shared_ids(self.tokenizer, shared)).prefix
 
     def agent(self, name: str, prefix: "Prefix", instructions: str | None = None) -> Agent:
         """Adds an agent that reads `prefix`.
@@ -165,7 +116,8 @@ class MultiAgentRunner:
         if id(prefix) not in self._shares:
             raise ValueError(
                 f"agent {name!r} was given a prefix that this runner does not hold (it holds "
-                f"{len(self._shares)}); pass what this runner's share returned."
+                f"{len(self._shares)}); pass what this runner's share returned, or where the model "
+                "has changed since, the prefix of one of its agents."
             )
         agent = self.agents[name] = Agent(name, prefix, instructions)
         return agent
@@ -190,7 +142,8 @@ class MultiAgentRunner:
     def run(self, messages: Messages, **generation_kwargs: Any) -> dict[str, Reply]:
         """Asks every given agent its message, in one batch per prefix.
 
-        Histories grow only when the whole turn has succeeded.
+        Histories grow only when the whole turn has succeeded. A prefix whose model has changed since
+        is computed anew first; its agents then have another `prefix`.
 
         Args:
             messages: The message for each agent, keyed by the agent or its name.
@@ -216,18 +169,42 @@ class MultiAgentRunner:
         replies: dict[str, Reply] = {}
         reports: list[RunReport] = []
         for prefix_id, turn in turns.items():
-            prefix_replies, report = self._ask(self._shares[prefix_id], turn, settings)
+            share = self._current(self._shares[prefix_id])
+            prefix_replies, report = self._ask(share, turn, settings)
             replies.update(prefix_replies)
             reports.append(report)
         for name, message in asked.items():
             answer = {"role": "assistant", "content": replies[name].text}
-            self.agents[name].history += [_user(message), answer]
+            self.agents[name].history += [user_message(message), answer]
         self._report = RunReport.joined(reports)
         return {name: replies[name] for name in asked}
 
     def report(self) -> RunReport:
         """Gives the figures of the latest successful `run`; all zero before the first."""
         return self._report
+
+    def _compute(self, shared: SharedText, ids: list[int]) -> _Share:
+        cache = AsymmetricPagedCache(self.model.config, **asdict(self._options))
+        start = time.perf_counter()
+        with forward_progress(self.model, f"granikv prefix of {len(ids)} tokens"):
+            prefix = cache.prefill(self.model, torch.tensor([ids], device=self.model.device))
+        share = _Share(prefix, shared, ids, cache, time.perf_counter() - start)
+        self._shares[id(prefix)] = share
+        return share
+
+    def _current(self, share: _Share) -> _Share:
+        """Gives the share as the model is now."""
+        try:
+            share.cache.attach(self.model)
+            return share
+        except StalePrefixError as error:
+            logger.info("a prefix of %d tokens is computed anew: %s", len(share.ids), error)
+        renewed = self._compute(share.shared, share.ids)
+        for agent in self.agents.values():
+            if agent.prefix is share.prefix:
+                agent.prefix = renewed.prefix
+        del self._shares[id(share.prefix)]
+        return renewed
 
     def _resolve(self, messages: Messages) -> dict[str, str]:
         if not messages:
@@ -313,7 +290,3 @@ class MultiAgentRunner:
 
 def _in_our_words(error: Exception) -> str:
     return str(error).replace("cold_slots", "max_cold_slots")
-
-
-def _user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}

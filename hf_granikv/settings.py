@@ -73,11 +73,6 @@ class GenerationSettings:
                 f"run gives one reply per agent, num_return_sequences={num_answers} was asked; "
                 "for several, call model.generate with an AsymmetricPagedCache."
             )
-        if (size := self.get("prefill_chunk_size")) is not None:
-            raise ValueError(
-                f"prefill_chunk_size={size} would cut prompts whose prefix is stored already; "
-                "leave it unset."
-            )
         alone = [name for name in _ONE_ROW_ARGUMENTS if self.get(name) is not None]
         if alone and num_rows > 1:
             raise ValueError(

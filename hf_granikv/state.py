@@ -186,6 +186,18 @@ class CacheState:
         self.cold.select(indices)
         self._owned = None if self._owned is None else self._owned[indices]
 
+    def check_takes_prefix(self) -> None:
+        """Checks that a prefix may come.
+
+        Raises:
+            ValueError: If there is one already, or rows that do not start from it.
+        """
+        if self.prefix is not None or self.num_rows:
+            held = f"{self.num_rows} rows already; call cache.reset() first"
+            if self.prefix is not None:
+                held = "a prefix already; call cache.release(prefix) first"
+            raise ValueError(f"the cache holds {held}, or build another cache.")
+
     def hold(self, prefix: Prefix) -> None:
         """Takes over one hold of a prefix, until `let_go` or the end of this state."""
         self.prefix = prefix

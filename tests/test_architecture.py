@@ -34,7 +34,15 @@ ARROWS: dict[str, set[str]] = {
     "layer_kinds": {"pools"},
     "state": {"pools", "inputs"},
     "layer": {"lazy", "state"},
-    "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "recording", "state"},
+    "identity": set(),
+    "known_models": {"identity"},
+    "cut_prompts": {"inputs"},
+    "prefix_inputs": set(),
+    "in_process": set(),
+    "cache": {
+        *("announce", "cut_prompts", "in_process", "inputs", "known_models", "layer"),
+        *("layer_kinds", "pools", "prefix_inputs", "recording", "state"),
+    },
     "attention": {"backends", "dispatch", "kernels", "lazy", "masks", "windows"},
     "shared_prefix": set(),
     "generation": {
@@ -50,7 +58,8 @@ ARROWS: dict[str, set[str]] = {
     "settings": set(),
     "timing": set(),
     "report": {"timing"},
-    "multi_agent": {"cache", "pools", "prompts", "report", "settings", "timing"},
+    "agent": {"pools", "prompts"},
+    "multi_agent": {"agent", "cache", "pools", "prompts", "report", "settings", "timing"},
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
     "cli": {"demo", "demo_model"},
@@ -58,6 +67,7 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "shared_prefix", "state", "windows"),
+    *("cut_prompts", "identity", "known_models"),
 }
 
 

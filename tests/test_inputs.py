@@ -192,7 +192,6 @@ BAD_INPUTS: dict[str, tuple[Inputs, str]] = {
         },
         r"97 tokens of row 0 before the 2 new columns, the cache holds \d+",
     ),
-    "prompts_cut_into_chunks": (two_rows(prefill_chunk_size=7), "Leave prefill_chunk_size unset"),
     "embeddings_of_the_suffix_without_mask": (
         {"inputs_embeds": torch.randn(1, 5, 32)},
         "row 0 has 5 tokens, fewer than the 20",

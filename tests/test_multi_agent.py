@@ -317,6 +317,24 @@ def test_prefix_is_computed_once(model):
     assert sum(seen) == len(SHARED) + 3 * longest + 3 * 3
 
 
+def test_turns_of_any_size_read_one_prefix(model):
+    """Three requests, then five, then one; each as alone, and the prefix stays where it lies."""
+    runner = new_runner(model, byte_tokenizer())
+    prefix = runner.agents["ann"].prefix
+    places = [tensor.data_ptr() for tensor in (*prefix.keys, *prefix.values)]
+    for size in (3, 5, 1):
+        names = [f"{size}-{i}" for i in range(size)]
+        asked = {runner.agent(name, prefix): "Why? " * (i + 1) for i, name in enumerate(names)}
+        prompts = [runner.prompt_ids(agent, message) for agent, message in asked.items()]
+        replies = runner.run(asked, max_new_tokens=5, eos_token_id=-1)
+        for name, ids in zip(names, prompts, strict=True):
+            alone = model.generate(
+                torch.tensor([ids]), max_new_tokens=5, eos_token_id=-1, use_cache=False
+            )
+            assert list(replies[name].token_ids) == alone[0, len(ids) :].tolist()
+        assert [tensor.data_ptr() for tensor in (*prefix.keys, *prefix.values)] == places
+
+
 def test_a_failing_turn_changes_no_history(model):
     class Broken(BaseStreamer):
         def put(self, value):

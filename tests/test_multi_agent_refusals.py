@@ -26,7 +26,6 @@ def model():
         ({1: "Why?"}, {}, "agent 1 is unknown; known: ann, bo, cy"),
         (MESSAGES, {"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens works for one agent"),
         (MESSAGES, {"assistant_model": object()}, "assistant_model works for one agent"),
-        ({"ann": "Why?"}, {"prefill_chunk_size": 8}, "prefill_chunk_size=8 .* leave it unset"),
     ],
     ids=[
         "empty",
@@ -39,7 +38,6 @@ def model():
         "no_name",
         "lookup",
         "assistant",
-        "chunks",
     ],
 )
 def test_what_run_cannot_serve_is_refused(model, messages, kwargs, text):

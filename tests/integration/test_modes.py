@@ -228,15 +228,6 @@ def test_a_stopping_criterion_sees_whole_prompts(model: PreTrainedModel) -> None
     assert got == [row[:4] for row in alone(model, rows)]
 
 
-@pytest.mark.parametrize("chunk_size", [P + 1, P + 3, 40])
-def test_prompts_may_be_cut_behind_the_prefix(model: PreTrainedModel, chunk_size: int) -> None:
-    rows = whole(suffixes(9, 9))
-    got = new_tokens(
-        model, left_padded(rows), prefill_chunk_size=chunk_size, **cached(prefilled(model))
-    )
-    assert got == alone(model, rows)
-
-
 def test_a_custom_loop_is_handed_the_cache(model: PreTrainedModel) -> None:
     rows, seen = whole(suffixes(3, 7)), []
 

@@ -1,0 +1,37 @@
+"""A cache that lives in one process and is read through its own methods."""
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, SupportsIndex
+
+from transformers.cache_utils import Cache
+
+
+class InProcessCache(Cache):
+    """Refuses by name what a cache with a shared prefix cannot do right.
+
+    A pickle would hold the prefix once per cache, lose the models that may read it, and come back
+    beside weights that nobody has compared. Pairs of keys and values per layer would be dense.
+    """
+
+    def fork(self) -> Any:
+        """An independent cache in the same state."""
+        raise NotImplementedError
+
+    def __copy__(self) -> Any:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled, nor sent to another process: its prefix "
+            "belongs to weights of this one. Keep the token ids, cache.prefill(model, ids) there; "
+            "within a process use cache.fork() or copy.deepcopy."
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            f"{type(self).__name__} is not iterable: it holds no keys and values of each row in "
+            "one piece. Its layers are cache.layers; for tensors per row fill a DynamicCache."
+        )

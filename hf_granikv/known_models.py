@@ -1,0 +1,80 @@
+"""Which model objects may read a prefix: those that compute as it was computed."""
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from hf_granikv.errors import StalePrefixError
+from hf_granikv.identity import ModelIdentity, content_difference
+
+_REMEDY = "call cache.invalidate() and prefill again."
+
+
+class KnownModels:
+    """The models that one cache has met, each as it was then; none of them is kept alive."""
+
+    def __init__(self) -> None:
+        self._identities: WeakKeyDictionary[nn.Module, ModelIdentity] = WeakKeyDictionary()
+
+    def __contains__(self, model: nn.Module) -> bool:
+        return model in self._identities
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._identities))
+
+    def start(self, model: nn.Module) -> None:
+        """Forgets all models but the one that is about to compute a prefix, as it is now."""
+        self._identities = WeakKeyDictionary({model: ModelIdentity(model)})
+
+    def admit(self, model: nn.Module) -> None:
+        """Adds a model object that computes as the model of the prefix does.
+
+        Raises:
+            ValueError: If the two contain each other.
+            StalePrefixError: If anything differs, or nothing is left to compare with.
+        """
+        if model in self:
+            self.check(model)
+            return
+        for known in self:
+            if model in known.modules() or known in model.modules():
+                raise ValueError(
+                    f"{type(model).__name__} and {type(known).__name__}, which this cache knows, "
+                    "contain each other; use the one that was attached first."
+                )
+        self._check_same(model)
+        self._identities[model] = ModelIdentity(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Checks that a known model still computes as the prefix was computed.
+
+        Raises:
+            StalePrefixError: If it has changed, naming what.
+        """
+        identity = self._identities[model]
+        if not identity.is_of(model):
+            raise StalePrefixError(
+                f"the prefix was computed with other weights than {type(model).__name__} has now: "
+                f"{identity.difference(model)}. To go on with the model as it is, {_REMEDY}"
+            )
+
+    def copy(self) -> "KnownModels":
+        """The same models, to be added to independently."""
+        twin = KnownModels()
+        twin._identities = self._identities.copy()
+        return twin
+
+    def _check_same(self, model: nn.Module) -> None:
+        unchanged = (known for known in self if self._identities[known].is_of(known))
+        known = next(unchanged, None)
+        if known is None:
+            raise StalePrefixError(
+                f"{type(model).__name__} cannot be compared with the model that the prefix was "
+                f"computed with: that one is gone or has changed. {_REMEDY.capitalize()}"
+            )
+        if difference := content_difference(known, model):
+            raise StalePrefixError(
+                f"the prefix was computed with another {type(known).__name__} than the one given: "
+                f"{difference}. Use the model of the prefix, or {_REMEDY}"
+            )
