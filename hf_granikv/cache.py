@@ -7,21 +7,22 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_granikv.accounting import stats_of
 from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
-from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.config import CacheOptions
 from hf_granikv.inputs import read_forward, read_generation
 from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import HotPool, Prefix
+from hf_granikv.recording import record_prefix
+from hf_granikv.recurrent import put_states
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 _ID_DTYPES = (torch.int32, torch.int64)
-# model types that take no position_ids and count the positions of a row from its mask
 
 
 class AsymmetricPagedCache(Cache):
@@ -58,7 +59,8 @@ class AsymmetricPagedCache(Cache):
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
         self._served = ServedModel.from_config(config)
         self._models: WeakSet[nn.Module] = WeakSet()
-        self._adopt(CacheState(self._served.num_layers, options, HotPool()))
+        num_layers, num_attending = self._served.num_layers, self._served.num_attending
+        self._adopt(CacheState(num_layers, options, HotPool(), num_attending=num_attending))
 
     def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
         """Computes a prefix and stores it for all rows to come.
@@ -91,21 +93,8 @@ class AsymmetricPagedCache(Cache):
             )
         self._served.check_length(ids.shape[1], ids.shape[1])
         ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
-        recorder = DynamicCache(config=inner.config.get_text_config(decoder=True))
-        options: dict[str, Any] = {"use_cache": True, CACHE_ARGUMENT: recorder}
-        if "position_ids" in forward_parameters(inner.base_model):
-            # as generate counts; RoBERTa's own count starts elsewhere
-            options["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
-        with torch.no_grad():
-            inner.base_model(input_ids=ids, **options)
-        if recorder.get_seq_length() != ids.shape[1]:
-            raise ValueError(
-                f"{type(inner).__name__} does not keep its keys and values in the cache it is "
-                "given; it cannot be served."
-            )
-        layers: list[Any] = recorder.layers
-        pairs = [(layer.keys[0], layer.values[0]) for layer in layers]
-        prefix = state.hot.seal(ids[0], pairs)
+        recording = record_prefix(inner, ids, self._served.stateful)
+        prefix = state.hot.seal(ids[0], *recording)
         state.hold(prefix)
         state.release_rows()
         return prefix
@@ -159,6 +148,7 @@ class AsymmetricPagedCache(Cache):
         twin = type(self).__new__(type(self))
         twin._served, twin._models = self._served, WeakSet(self._models)
         twin._adopt(self._state.fork())
+        twin._state.row_states.copy_from(self._state.row_states)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AsymmetricPagedCache":
@@ -200,7 +190,9 @@ class AsymmetricPagedCache(Cache):
                 embed: Any = module.get_input_embeddings()  # type: ignore[operator]
                 device = kwargs["inputs_embeds"].device
                 embeds = embed(prefix.token_ids.to(device)).detach()
-            layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held, embeds)
+            layout, kwargs = read_generation(
+                kwargs, prefix.token_ids.numpy(), held, embeds, starts=prefix.states
+            )
         else:
             layout, kwargs = read_forward(kwargs, held)
         positions = kwargs.get("position_ids")
@@ -214,9 +206,9 @@ class AsymmetricPagedCache(Cache):
         state.stage(layout)
         return kwargs
 
-    def settle(self) -> None:
+    def settle(self, *, is_complete: bool = False) -> None:
         """Undoes what is left of a forward pass that broke off; called by the hook on the model."""
-        self._state.settle()
+        self._state.settle(is_complete=is_complete)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -248,7 +240,7 @@ class AsymmetricPagedCache(Cache):
             tokens_to_remove: 0 or negative: minus the number of columns.
 
         Raises:
-            ValueError: If it is positive.
+            ValueError: If it is positive, or some layer keeps a state that has read them.
         """
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding may hand over a tensor
         if tokens_to_remove > 0:
@@ -256,7 +248,13 @@ class AsymmetricPagedCache(Cache):
                 f"crop({tokens_to_remove}) is not possible; give minus the number of tokens to "
                 "remove."
             )
+        if tokens_to_remove:
+            self._served.check_can_take_back(f"crop({tokens_to_remove})")
         self._state.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Asked by assisted decoding, which will crop; refused where that is not possible."""
+        self._served.check_can_take_back("assisted decoding")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i the former row `beam_idx[i]`; slots are shared, nothing is copied."""
@@ -282,7 +280,7 @@ class AsymmetricPagedCache(Cache):
 
     def stats(self) -> CacheStats:
         """What is held now, in tokens and in bytes of real storages."""
-        return self._state.stats()
+        return stats_of(self._state)
 
     def explain(self) -> str:
         """Which path ran how often, on what reckoning, and why others were refused."""
@@ -299,10 +297,12 @@ class AsymmetricPagedCache(Cache):
         """
         self._state.hot.check_integrity()
         self._state.cold.check_integrity()
+        self._state.row_states.check_integrity(self._state.num_rows)
 
     def _adopt(self, state: CacheState) -> None:
         self._state = state
         layers: list[Any] = [AsymmetricPagedLayer(i, state) for i in range(self._served.num_layers)]
+        state.row_states = put_states(layers, self._served.state_specs, state)
         super().__init__(layers=layers)
 
 

@@ -11,3 +11,7 @@ class IntegrityError(RuntimeError):
 
 class UnannouncedForwardError(RuntimeError):
     """A forward pass reached the cache without its inputs having been announced first."""
+
+
+class TornStateError(RuntimeError):
+    """A forward pass failed half-way and left recurrent states that cannot be taken back."""

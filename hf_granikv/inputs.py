@@ -6,6 +6,7 @@ is read as `[prefix | new columns]`, where a new column of a row is either a tok
 a pad. Tokens that repeat the prefix are compared with it and dropped.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ def read_generation(
     prefix_ids: Ints,
     held: HeldRows,
     prefix_embeds: Tensor | None = None,
+    *,
+    starts: Collection[int] = (),
 ) -> tuple[Layout, dict[str, Any]]:
     """Reads the first forward pass of a `generate` call.
 
@@ -72,6 +75,7 @@ def read_generation(
         held: The rows of the call before.
         prefix_embeds: `[prefix_len, hidden_size]` embeddings of those ids; needed for
             `inputs_embeds`.
+        starts: The numbers of prefix tokens after which rows can start; empty if after any.
 
     Returns:
         The layout, and the arguments rewritten to the tokens that must be computed: right-aligned,
@@ -103,6 +107,8 @@ def read_generation(
     num_asked = kwargs.get("logits_to_keep")
     num_asked = max(1, num_asked) if isinstance(num_asked, int) else 1
     shared_len = max(0, min(len(prefix_ids), int(lengths.min()) - num_asked))
+    if starts:
+        shared_len = max((start for start in starts if start <= shared_len), default=0)
     q_len = int(lengths.max()) - shared_len
     positions = lengths[:, None] - q_len + np.arange(q_len)
     owned = positions >= shared_len

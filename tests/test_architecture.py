@@ -28,10 +28,17 @@ ARROWS: dict[str, set[str]] = {
     "announce": set(),
     "masks": set(),
     "inputs": set(),
-    "layer_kinds": set(),
+    "hybrids": set(),
+    "layer_kinds": {"hybrids"},
     "state": {"pools", "inputs"},
+    "accounting": {"state"},
     "layer": {"lazy", "state"},
-    "cache": {"announce", "inputs", "layer", "layer_kinds", "pools", "state"},
+    "recurrent": {"hybrids", "layer", "pools", "state"},
+    "recording": {"announce", "pools", "recurrent"},
+    "cache": {
+        *("accounting", "announce", "inputs", "layer", "layer_kinds", "pools", "recording"),
+        *("recurrent", "state"),
+    },
     "attention": {"backends", "dispatch", "kernels", "lazy", "masks"},
     "prompts": set(),
     "settings": set(),
@@ -44,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "inputs", "state"),
+    *("lazy", "inputs", "state", "accounting"),
 }
 
 
