@@ -183,23 +183,22 @@ def test_a_mode_gives_the_tokens_of_no_cache(
 
 
 @each_kind
-def test_a_batch_may_run_in_inference_mode_and_the_next_outside(
-    model: PreTrainedModel, family: str
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "prefix"])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["as_they_are", "reordered"])
+def test_rows_of_inference_mode_go_on_outside(
+    model: PreTrainedModel, family: str, is_plain: bool, order: list[int]
 ) -> None:
-    rows, short = whole(suffixes(4, 4)), PREFIX[:1]
+    rows = suffixes(4, 4)
+    held = AsymmetricPagedCache(model.config) if is_plain else prefilled(model)
+    inputs = {"input_ids": torch.tensor(whole(rows))} if is_plain else suffix_only(rows)
     with torch.inference_mode():
-        held = prefilled(model, short)
-        first = seeded(model, [short, short], **cached(held), num_beams=2)
-    assert first == seeded(model, [short, short], use_cache=False, num_beams=2)
-    with torch.inference_mode():
-        held = prefilled(model)
-        model(**suffix_only(suffixes(4, 4)), **cached(held))
-    going_on = {"input_ids": torch.tensor([[7], [9]])}
-    got = model(**going_on, **cached(held)).logits.detach()
+        model(**inputs, **cached(held))
+        if order != [0, 1]:
+            held.reorder_cache(torch.tensor(order))
+    got = model(input_ids=torch.tensor([[7], [9]]), **cached(held)).logits.detach()
     for row, last in enumerate((7, 9)):
-        torch.testing.assert_close(
-            got[row], logits_alone(model, [*rows[row], last], 1), atol=1e-4, rtol=0
-        )
+        want = logits_alone(model, [*PREFIX, *rows[order[row]], last], 1)
+        torch.testing.assert_close(got[row], want, atol=1e-4, rtol=1e-4)
 
 
 # ---- without a prefix
@@ -256,6 +255,7 @@ def test_candidates_are_refused_before_any_token(model: PreTrainedModel, family:
     with pytest.raises(ValueError, match=r"stateful models|assisted decoding is not possible"):
         seeded(model, [PREFIX * 2], prompt_lookup_num_tokens=3, **cached(cache))
     assert cache.batch_size == -1
+    seeded(model, [PREFIX], **cached(cache))
     assert not cache.is_croppable
 
 
