@@ -4,21 +4,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_granikv.backends import BACKENDS, PrefixBackend
 from hf_granikv.dispatch import Decision, Dispatcher
-from hf_granikv.kernels.merge_states import merged_out
+from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask, suffix_attention
 from hf_granikv.lazy import LazyKeyValue
-from hf_granikv.masks import granikv_mask, is_plain_causal
-from hf_granikv.views import GroupShape, LayerStep
+from hf_granikv.masks import granikv_mask, says_no_more_than
+from hf_granikv.views import AttentionState, GroupShape, LayerStep
+from hf_granikv.windows import LocalView, local_view
 
 ATTENTION_NAME = "granikv"
-# SDPA, to which all but the shared path goes, refuses softcap only since transformers 5.24
-_UNSERVED = {"s_aux": "attention sinks", "softcap": "soft-capped scores"}
 
 
 def register() -> None:
@@ -36,9 +36,14 @@ def granikv_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends to a shared prefix and to private suffixes; anything else goes to torch's SDPA.
+    """Attends to a shared prefix and to private suffixes.
+
+    Keys and values in one piece, as other caches give them, go to torch's SDPA, or, where that has
+    no sinks or soft-capping, through the same kernels as a suffix.
 
     Args:
         module: The attention layer.
@@ -48,30 +53,44 @@ def granikv_attention(
         attention_mask: `[rows, 1, q_len, kv_len]`; a lazy key carries its own.
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
         dropout: Dropout on the weights; the shared path has none.
+        softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
+        s_aux: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
         kwargs: The other arguments of transformers' attention interface.
 
     Returns:
         `[rows, q_len, num_q_heads, head_dim]` in the dtype of the query, and None.
 
     Raises:
-        NotImplementedError: For attention sinks and soft-capped scores, which no path serves.
+        NotImplementedError: For dropout or a position bias together with sinks or soft-capping.
     """
-    for name, what in _UNSERVED.items():
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"attn_implementation='granikv' does not serve {what} ({name}); load this "
-                "model with attn_implementation='eager'."
-            )
+    rule = _ScoreRule(scaling or query.shape[-1] ** -0.5, softcap, s_aux)
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
         reasons = _dense_reasons(query, key.layer_step, attention_mask, dropout, kwargs)
         if not reasons:
-            return _shared(query, key.layer_step, scaling or query.shape[-1] ** -0.5), None
+            return _shared(query, key.layer_step, rule), None
         key = key.materialize(f"granikv ({', '.join(reasons)})")
         value = value.materialize(f"granikv ({', '.join(reasons)})")
-    out: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )
-    return out
+    if softcap is None and s_aux is None:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out
+    if dropout or kwargs.get("position_bias") is not None:
+        raise NotImplementedError(
+            "attn_implementation='granikv' serves sinks (s_aux) and soft-capped scores (softcap) "
+            "without dropout and position_bias; call model.eval(), or load this model with "
+            "attn_implementation='eager'."
+        )
+    return _in_one_piece(query, key, value, attention_mask, rule), None
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoreRule:
+    """What a layer does to its scores besides masking."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
 
 
 def _dense_reasons(
@@ -80,7 +99,7 @@ def _dense_reasons(
     reasons = ["position_bias is set"] if kwargs.get("position_bias") is not None else []
     if dropout:
         reasons.append(f"dropout is {dropout}")
-    if not is_plain_causal(mask):
+    if not says_no_more_than(mask, step.window):
         reasons.append("the layer brings a mask of its own")
     if not query.dtype == step.suffix_keys.dtype == step.suffix_values.dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
@@ -89,50 +108,122 @@ def _dense_reasons(
     return reasons
 
 
+def _in_one_piece(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: _ScoreRule
+) -> Tensor:
+    if mask is None and query.shape[2] > 1:
+        # as SDPA's own causal mask: aligned at the upper left
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+    elif mask is not None and mask.dtype != torch.bool:
+        mask = mask >= 0
+    state = suffix_attention(query, key, value, scale=rule.scale, mask=mask, softcap=rule.softcap)
+    return _finished([state], query, rule)
+
+
 @dataclass(frozen=True, slots=True)
 class _StepWork:
-    """What attention works out at the first layer of a step and keeps for the others."""
+    """What attention works out at the first layer of a kind and keeps for the others of a step."""
 
     backend: PrefixBackend | None
     mask: SuffixMask | None
+    local: LocalView | None
+    fringe_mask: SuffixMask | None
 
 
-def _shared(query: Tensor, step: LayerStep, scale: float) -> Tensor:
-    scratch, key = step.plan.scratch, (query.shape, step.prefix_keys.shape[0], query.dtype)
+def _shared(query: Tensor, step: LayerStep, rule: _ScoreRule) -> Tensor:
+    scratch, keys, values = step.plan.scratch, step.prefix_keys, step.prefix_values
+    key = (query.shape, keys.shape[0], query.dtype, step.window, rule.softcap is not None)
     work = scratch.get(key)
     if work is None:
-        work = scratch[key] = _prepare(query, step, is_first=not scratch)
-    states = [
-        suffix_attention(query, step.suffix_keys, step.suffix_values, scale=scale, mask=work.mask)
-    ]
+        work = scratch[key] = _prepare(query, step, rule)
+    own_keys, own_values, states = step.suffix_keys, step.suffix_values, []
+    if (local := work.local) is not None:
+        start = step.prefix_start
+        if work.fringe_mask is not None:
+            fringe = slice(local.fringe_start - start, local.common_start - start)
+            states.append(_of_fringe(query, keys[:, fringe], values[:, fringe], work, rule))
+        keys, values = (
+            keys[:, local.common_start - start :],
+            values[:, local.common_start - start :],
+        )
+        own_keys = own_keys[:, :, local.suffix_start :]
+        own_values = own_values[:, :, local.suffix_start :]
     if work.backend is not None:
-        shared = work.backend.run(query, step.prefix_keys, step.prefix_values, scale=scale)
-        states.insert(0, shared)
-    return merged_out(states).transpose(1, 2).to(query.dtype).contiguous()
+        states.append(work.backend.run(query, keys, values, scale=rule.scale, softcap=rule.softcap))
+    states.append(
+        suffix_attention(
+            query, own_keys, own_values, scale=rule.scale, mask=work.mask, softcap=rule.softcap
+        )
+    )
+    return _finished(states, query, rule)
 
 
-def _prepare(query: Tensor, step: LayerStep, *, is_first: bool) -> _StepWork:
-    plan, keys = step.plan, step.prefix_keys
-    mask = None
-    if plan.suffix_mask is not None:
-        mask = prepare_mask(plan.suffix_mask, query.dtype)
-    if not plan.shared_len:
-        return _StepWork(None, mask)
+def _of_fringe(
+    query: Tensor, keys: Tensor, values: Tensor, work: _StepWork, rule: _ScoreRule
+) -> AttentionState:
+    """Attends to the prefix tokens that the windows of some rows have left, each row by itself."""
+    num_rows = query.shape[0]
+    return suffix_attention(
+        query,
+        keys.expand(num_rows, -1, -1, -1),
+        values.expand(num_rows, -1, -1, -1),
+        scale=rule.scale,
+        mask=work.fringe_mask,
+        softcap=rule.softcap,
+    )
+
+
+def _finished(states: list[AttentionState], query: Tensor, rule: _ScoreRule) -> Tensor:
+    """Merges, lets the sinks take their share, and gives the layout of transformers."""
+    if rule.sinks is None:
+        out = merged_out(states)
+    else:
+        out, lse = merge_states(states)
+        sinks = rule.sinks.to(lse.device, torch.float32)[None, :, None]
+        out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def _prepare(query: Tensor, step: LayerStep, rule: _ScoreRule) -> _StepWork:
+    plan, local, backend = step.plan, None, None
+    mask, fringe_mask, common_start = plan.suffix_mask, None, 0
+    if step.window is not None:
+        local = local_view(step)
+        mask, fringe_mask, common_start = local.suffix_mask, local.fringe_mask, local.common_start
+    if plan.shared_len > common_start:
+        shape = _group_shape(query, step, plan.shared_len - common_start, rule)
+        decision = _dispatcher(plan.dispatch).choose(shape, step.prefix_keys.device.type)
+        _note(step, decision.backend_name, _described(shape, decision))
+        backend = BACKENDS[decision.backend_name]
+    if local is not None and fringe_mask is not None:
+        num_tokens = common_start - local.fringe_start
+        shape = _group_shape(query, step, num_tokens, rule)
+        _note(step, "per_row", f"{_sized(shape)} that only some rows still see")
+    ready = [None if m is None else prepare_mask(m, query.dtype) for m in (mask, fringe_mask)]
+    return _StepWork(backend, ready[0], local, ready[1])
+
+
+def _group_shape(query: Tensor, step: LayerStep, prefix_len: int, rule: _ScoreRule) -> GroupShape:
     num_rows, num_q_heads, q_len, head_dim = query.shape
-    num_kv_heads, prefix_len, _ = keys.shape
-    shape = GroupShape(
+    num_kv_heads = step.prefix_keys.shape[0]
+    return GroupShape(
         num_rows=num_rows,
         q_len=q_len,
         prefix_len=prefix_len,
         num_kv_heads=num_kv_heads,
         gqa_ratio=num_q_heads // num_kv_heads,
         head_dim=head_dim,
-        dtype_bytes=keys.element_size(),
+        dtype_bytes=step.prefix_keys.element_size(),
+        is_capped=rule.softcap is not None,
     )
-    decision = _dispatcher(plan.dispatch).choose(shape, keys.device.type)
-    if is_first:
-        plan.journal.note_backend(decision.backend_name, _described(shape, decision))
-    return _StepWork(BACKENDS[decision.backend_name], mask)
+
+
+def _note(step: LayerStep, backend_name: str, described: str) -> None:
+    """Counts a backend once per forward pass, whatever the number of layers and kinds."""
+    noted = step.plan.scratch.setdefault("noted backends", set())
+    if backend_name not in noted:
+        noted.add(backend_name)
+        step.plan.journal.note_backend(backend_name, described)
 
 
 @cache
@@ -145,7 +236,8 @@ def _described(shape: GroupShape, decision: Decision) -> str:
     refused = "".join(
         f"; {name} refused: {', '.join(why)}" for name, why in decision.refused.items()
     )
-    return (
-        f"{shape.num_rows} rows x {shape.q_len} tokens over {shape.prefix_len}, "
-        f"{decision.regime}-bound, predicted per layer: {predicted}{refused}"
-    )
+    return f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}"
+
+
+def _sized(shape: GroupShape) -> str:
+    return f"{shape.num_rows} rows x {shape.q_len} tokens over {shape.prefix_len}"

@@ -14,11 +14,10 @@ from hf_granikv.accounting import stats_of
 from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
 from hf_granikv.config import CacheOptions
 from hf_granikv.inputs import read_forward, read_generation
-from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import HotPool, Prefix
-from hf_granikv.recording import record_prefix
-from hf_granikv.recurrent import put_states
+from hf_granikv.recording import record
+from hf_granikv.recurrent import build_layers
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
@@ -59,8 +58,7 @@ class AsymmetricPagedCache(Cache):
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
         self._served = ServedModel.from_config(config)
         self._models: WeakSet[nn.Module] = WeakSet()
-        num_layers, num_attending = self._served.num_layers, self._served.num_attending
-        self._adopt(CacheState(num_layers, options, HotPool(), num_attending=num_attending))
+        self._adopt(CacheState(self._served.layers, options, HotPool()))
 
     def prefill(self, model: nn.Module, input_ids: Tensor) -> Prefix:
         """Computes a prefix and stores it for all rows to come.
@@ -93,8 +91,7 @@ class AsymmetricPagedCache(Cache):
             )
         self._served.check_length(ids.shape[1], ids.shape[1])
         ids = ids.to(next(inner.get_input_embeddings().parameters()).device)
-        recording = record_prefix(inner, ids, self._served.stateful)
-        prefix = state.hot.seal(ids[0], *recording)
+        prefix = state.hot.seal(ids[0], *record(inner, ids, self._served.layers))
         state.hold(prefix)
         state.release_rows()
         return prefix
@@ -122,12 +119,7 @@ class AsymmetricPagedCache(Cache):
                     f"{type(inner).__name__} and {type(known).__name__}, which this cache knows, "
                     "contain each other; use the one that was attached first."
                 )
-        num_layers = inner.config.get_text_config(decoder=True).num_hidden_layers
-        if num_layers != len(self.layers):
-            raise ValueError(
-                f"{type(inner).__name__} has {num_layers} layers, the cache was built for "
-                f"{len(self.layers)}; build the cache from model.config."
-            )
+        self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
         attach_hook(inner)
         self._models.add(inner)
         return inner
@@ -203,6 +195,7 @@ class AsymmetricPagedCache(Cache):
         if layout.dense_reason is None:
             mask = kwargs.get("attention_mask")
             self._served.check_padding(mask, takes_positions=takes_positions)
+        self._served.check_reach(prefix, layout.shared_len)
         state.stage(layout)
         return kwargs
 
@@ -240,7 +233,8 @@ class AsymmetricPagedCache(Cache):
             tokens_to_remove: 0 or negative: minus the number of columns.
 
         Raises:
-            ValueError: If it is positive, or some layer keeps a state that has read them.
+            ValueError: If it is positive, or the rest needs tokens of the prefix that no window
+                could see when it was stored, or some layer keeps a state that has read them.
         """
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding may hand over a tensor
         if tokens_to_remove > 0:
@@ -250,7 +244,11 @@ class AsymmetricPagedCache(Cache):
             )
         if tokens_to_remove:
             self._served.check_can_take_back(f"crop({tokens_to_remove})")
-        self._state.crop(-tokens_to_remove)
+        state = self._state
+        if state.prefix is not None:
+            kept = state.shared_len + min(0, state.num_columns + tokens_to_remove)
+            self._served.check_reach(state.prefix, kept)
+        state.crop(-tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Asked by assisted decoding, which will crop; refused where that is not possible."""
@@ -301,9 +299,7 @@ class AsymmetricPagedCache(Cache):
 
     def _adopt(self, state: CacheState) -> None:
         self._state = state
-        layers: list[Any] = [AsymmetricPagedLayer(i, state) for i in range(self._served.num_layers)]
-        state.row_states = put_states(layers, self._served.state_specs, state)
-        super().__init__(layers=layers)
+        super().__init__(layers=build_layers(state))
 
 
 def _has_dropout(model: nn.Module) -> bool:

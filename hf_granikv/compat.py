@@ -1,8 +1,9 @@
 """What differs between the transformers versions that this package supports."""
 
 import inspect
+from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, cache_utils
 
 # transformers 5.24 renamed the keyword of `generate` and of every forward
 CACHE_ARGUMENT = (
@@ -13,3 +14,6 @@ CACHE_ARGUMENT = (
     ).parameters
     else "past_key_values"
 )
+
+# a layer that stores nothing, since 5.23; before, a cache has no object for such layers
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", None)

@@ -7,7 +7,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
-from hf_granikv.views import LayerStep
+from hf_granikv.views import LayerStep, Window
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -17,9 +17,10 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, layer_idx: int, state: CacheState) -> None:
+    def __init__(self, layer_idx: int, state: CacheState, window: Window | None) -> None:
         super().__init__()
         self.layer_idx = layer_idx
+        self._window = window
         self._state = state
         self._step_id = state.step_id
 
@@ -61,10 +62,18 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             if state.num_columns == step.plan.q_len:
                 return key_states, value_states
             return state.cold.read(layer_idx)
-        keys, values = prefix.keys[layer_idx], prefix.values[layer_idx]
+        keys, values, start = (
+            prefix.keys[layer_idx],
+            prefix.values[layer_idx],
+            prefix.starts[layer_idx],
+        )
         if state.shared_len < prefix.num_tokens:
-            keys, values = keys[:, : state.shared_len], values[:, : state.shared_len]
-        layer_step = LayerStep(layer_idx, step.plan, keys, values, *state.cold.read(layer_idx))
+            num_seen = state.shared_len - start
+            keys, values = keys[:, :num_seen], values[:, :num_seen]
+        suffix_keys, suffix_values = state.cold.read(layer_idx)
+        layer_step = LayerStep(
+            layer_idx, step.plan, keys, values, suffix_keys, suffix_values, start, self._window
+        )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:

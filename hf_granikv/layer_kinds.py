@@ -1,15 +1,21 @@
 """Which models a cache can serve, and which forwards of them, told from their config."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
-from hf_granikv.hybrids import EXACT_HYBRIDS, StateSpec, read_states
+from hf_granikv.compat import DummyLayer
+from hf_granikv.hybrids import EXACT_HYBRIDS, stateful_kind
+from hf_granikv.pools import Prefix
+from hf_granikv.views import LayerKind, Window
 
-# their layers hand sinks to the attention function, whatever kind of layer the cache sees
-_SINK_MODELS = ("flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 # their generate drops the cache where the long RoPE sets in
 _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
 # without position_ids, these count positions from the mask, as they should
@@ -21,20 +27,18 @@ class ServedModel:
     """What a cache has to know of the model it was built for.
 
     Attributes:
-        num_layers: Layers; of full attention, if `state_specs` does not say otherwise.
+        layers: What each layer stores and sees.
         model_type: The config's.
         column_window: Mask columns that local layers see; None without such layers.
         rope_type: `"dynamic"` or `"longrope"` if the angles depend on the length, else None.
         rope_limit: The length up to which they do not.
-        state_specs: Layer index -> what it keeps, for layers that are not just full attention.
     """
 
-    num_layers: int
+    layers: tuple[LayerKind, ...]
     model_type: str
     column_window: int | None
     rope_type: str | None
     rope_limit: int
-    state_specs: dict[int, StateSpec] = field(default_factory=dict)
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> "ServedModel":
@@ -47,20 +51,20 @@ class ServedModel:
             raise ValueError("encoder-decoder models are not served; use EncoderDecoderCache.")
         config = config.get_text_config(decoder=True)
         model_type = config.model_type
-        layers = DynamicCache(config=config).layers
-        kinds = [_layer_kind(config, layer_idx, layer) for layer_idx, layer in enumerate(layers)]
-        state_specs = read_states(model_type, kinds, layers)
-        for layer_idx, layer in enumerate(layers):
-            if type(layer) is not DynamicLayer and layer_idx not in state_specs:
-                raise ValueError(
-                    f"layer {layer_idx} of {model_type} is of kind "
-                    f"{kinds[layer_idx]}; this cache serves full_attention layers, and others "
-                    f"beside them in {', '.join(EXACT_HYBRIDS)}. Use DynamicCache for this model."
-                )
-        if model_type in _SINK_MODELS:
+        layers = tuple(
+            _kind(config, layer_idx, layer)
+            for layer_idx, layer in enumerate(DynamicCache(config=config).layers)
+        )
+        has_states = any(layer.num_states for layer in layers)
+        if has_states and not any(layer.stores and layer.window is None for layer in layers):
             raise ValueError(
-                f"{model_type} has attention sinks, which this cache does not serve yet. Use "
-                "DynamicCache for this model."
+                f"layer 0 of {model_type} is of kind {layers[0].name}, and no layer has full "
+                "attention: there is nothing to share. Use DynamicCache for this model."
+            )
+        if has_states and any(layer.window is not None for layer in layers):
+            raise ValueError(
+                f"{model_type} has local layers beside layers that keep states; use DynamicCache "
+                "for this model."
             )
         rope_type, rope_limit = _length_dependent_rope(config)
         if rope_type is not None and model_type in _CACHE_DROPPING_MODELS:
@@ -71,17 +75,34 @@ class ServedModel:
         # GPT-Neo's local layers mask by column, inside the model
         has_local = "local" in (getattr(config, "attention_layers", None) or [])
         window = config.window_size if has_local else None
-        return cls(len(layers), model_type, window, rope_type, rope_limit, state_specs)
+        return cls(layers, model_type, window, rope_type, rope_limit)
+
+    def check_same(self, other: "ServedModel", name: str) -> None:
+        """Checks that a model asks of the cache what it was built for.
+
+        Args:
+            other: The model's.
+            name: What to call it.
+
+        Raises:
+            ValueError: If it has other layers.
+        """
+        if len(other.layers) != len(self.layers):
+            raise ValueError(
+                f"{name} has {len(other.layers)} layers, the cache was built for "
+                f"{len(self.layers)}; build the cache from model.config."
+            )
+        for layer_idx, (its, ours) in enumerate(zip(other.layers, self.layers, strict=True)):
+            if its != ours:
+                raise ValueError(
+                    f"layer {layer_idx} of {name} is {its}, the cache was built for {ours}; build "
+                    "the cache from model.config."
+                )
 
     @property
-    def num_attending(self) -> int:
-        """Layers that keep keys and values."""
-        return self.num_layers - sum(not s.has_attention for s in self.state_specs.values())
-
-    @property
-    def stateful(self) -> list[int]:
-        """Layers that keep states."""
-        return [layer_idx for layer_idx, spec in self.state_specs.items() if spec.num_states]
+    def has_states(self) -> bool:
+        """Whether some layer keeps states."""
+        return any(layer.num_states for layer in self.layers)
 
     def check_can_take_back(self, asked: str) -> None:
         """Checks that tokens can be taken away again.
@@ -92,12 +113,27 @@ class ServedModel:
         Raises:
             ValueError: If some layer keeps a state that has read them.
         """
-        if self.stateful:
+        if self.has_states:
             raise ValueError(
                 f"{asked} is not possible: {self._first_stateful} keeps a state that cannot give "
                 "tokens back. Decode without candidates (no assistant_model, no prompt lookup), "
                 "and start rows again with cache.reset()."
             )
+
+    def check_reach(self, prefix: Prefix, shared_len: int) -> None:
+        """Checks that every layer of a prefix holds what a query after `shared_len` tokens sees.
+
+        Raises:
+            ValueError: If a local layer has stored too little of the prefix for that.
+        """
+        for layer_idx, (layer, start) in enumerate(zip(self.layers, prefix.starts, strict=True)):
+            if layer.window is not None and layer.window.first_reached(shared_len) < start:
+                raise ValueError(
+                    f"rows would go on after {shared_len} of the {prefix.num_tokens} tokens of the "
+                    f"prefix; layer {layer_idx}, with a window of {layer.window.size}, holds it "
+                    f"from token {start} on. Give rows tokens of their own, and do not crop into "
+                    "the prefix."
+                )
 
     def check_length(self, prefix_len: int, length: int) -> None:
         """Checks that keys of the prefix are still those that a forward of this length has.
@@ -127,7 +163,7 @@ class ServedModel:
         """
         if mask is None:
             return
-        if self.stateful:
+        if self.has_states:
             raise ValueError(
                 f"{self._first_stateful} keeps a state that would read pads as tokens, so rows of "
                 "different length cannot be right. Run rows of equal length, or one at a time."
@@ -146,14 +182,38 @@ class ServedModel:
 
     @property
     def _first_stateful(self) -> str:
-        layer_idx = self.stateful[0]
-        return f"layer {layer_idx} of {self.model_type} ({self.state_specs[layer_idx].kind})"
+        layer_idx, layer = next((i, kind) for i, kind in enumerate(self.layers) if kind.num_states)
+        return f"layer {layer_idx} of {self.model_type} ({layer.name})"
 
 
-def _layer_kind(config: PreTrainedConfig, layer_idx: int, layer: object) -> str:
+def _kind(config: PreTrainedConfig, layer_idx: int, layer: Any) -> LayerKind:
+    if type(layer) is DynamicLayer:
+        return LayerKind()
+    if DummyLayer is not None and type(layer) is DummyLayer:
+        return LayerKind(stores=False)
+    name = _name(config, layer_idx, layer)
+    if type(layer) is DynamicSlidingWindowLayer and name in (
+        "sliding_attention",
+        "chunked_attention",
+    ):
+        return LayerKind(window=Window(layer.sliding_window, name == "chunked_attention"))
+    kind = stateful_kind(config.model_type, name, layer)
+    if kind is not None:
+        return kind
+    raise ValueError(
+        f"layer {layer_idx} of {config.model_type} is of kind {name}; this cache serves "
+        "full_attention, sliding_attention and chunked_attention layers, and layers with states in "
+        f"{', '.join(EXACT_HYBRIDS)}. Use DynamicCache for this model."
+    )
+
+
+def _name(config: PreTrainedConfig, layer_idx: int, layer: object) -> str:
     named = getattr(config, "layer_types", None)
     if named:
         return str(named[layer_idx])
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        has_window = getattr(config, "sliding_window", None) is not None
+        return "sliding_attention" if has_window else "chunked_attention"
     kinds = [kind for kind, cls in DYNAMIC_LAYER_TYPE_MAPPING.items() if cls is type(layer)]
     return " or ".join(kinds) or type(layer).__name__
 

@@ -48,19 +48,28 @@ class LazyKeyValue(torch.Tensor):
 
         Args:
             asked_by: Who needs it, for the journal.
+
+        Raises:
+            ValueError: If the plan says that this would go wrong.
         """
         if self._dense is None:
             step, plan = self.layer_step, self.layer_step.plan
+            if plan.dense_refusal is not None:
+                raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
             plan.journal.note_dense(step.layer_idx, asked_by)
             prefix = step.prefix_values if self._is_value else step.prefix_keys
             suffix = step.suffix_values if self._is_value else step.suffix_keys
-            if plan.column_index is not None:
-                index = plan.column_index[:, None, :, None]
-                if not suffix.shape[2]:  # columns of pads only
-                    suffix = suffix.new_zeros(*suffix.shape[:2], 1, suffix.shape[3])
-                suffix = suffix.gather(2, index.expand(-1, suffix.shape[1], -1, suffix.shape[3]))
+            if step.prefix_start:
+                # no query of a local layer sees these; their columns are there all the same
+                unseen = prefix.new_zeros(prefix.shape[0], step.prefix_start, prefix.shape[2])
+                prefix = torch.cat([unseen, prefix], dim=1)
             everywhere = prefix.unsqueeze(0).expand(suffix.shape[0], -1, -1, -1)
-            self._dense = torch.cat([everywhere, suffix], dim=2)
+            index = plan.column_index
+            if index is not None and index.shape[1] == plan.kv_len:
+                self._dense = _columns(torch.cat([everywhere, suffix], dim=2), index)
+            else:
+                suffix = suffix if index is None else _columns(suffix, index)
+                self._dense = torch.cat([everywhere, suffix], dim=2)
         return self._dense
 
     @classmethod
@@ -75,6 +84,8 @@ class LazyKeyValue(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and _stays(*args, **(kwargs or {})):
+            return args[0]
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
         dense_args, dense_kwargs = tree_map_only(
             LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
@@ -94,3 +105,17 @@ class LazyKeyValue(torch.Tensor):
             LazyKeyValue, lambda lazy: lazy.materialize(str(func)), (args, kwargs or {})
         )
         return func(*dense_args, **dense_kwargs)
+
+
+def _stays(lazy: Any, *targets: Any, **named: Any) -> bool:
+    """Whether `Tensor.to` with these arguments leaves a lazy tensor as it is."""
+    return not named and all(target in (lazy.device, lazy.dtype) for target in targets)
+
+
+def _columns(tokens: Tensor, index: Tensor) -> Tensor:
+    """Tokens `[num_rows, num_heads, num_tokens, head_dim]` at `[num_rows, num_columns]` indices."""
+    if not tokens.shape[2]:  # columns of pads only
+        tokens = tokens.new_zeros(*tokens.shape[:2], 1, tokens.shape[3])
+    return tokens.gather(
+        2, index[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[3])
+    )

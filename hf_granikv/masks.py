@@ -3,13 +3,23 @@
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
-from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from hf_granikv.views import Window
 
 
 def granikv_mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
-    """The mask that SDPA would get, marked if it says no more than causality and padding.
+    """The mask that SDPA would get, marked if position, window and padding say it all.
 
     Models without an attention interface add their mask to the scores, whatever the name of their
     attention is; they get the additive one.
@@ -25,14 +35,45 @@ def granikv_mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
     if not _has_interface(config_type):
         return eager_mask(config=config, **kwargs)
     mask: Tensor | None = sdpa_mask(config=config, **kwargs)
-    if mask is not None and kwargs.get("mask_function") is causal_mask_function:
-        mask._is_plain_causal = True  # type: ignore[attr-defined]
+    if mask is not None and (
+        marks := _window_of(kwargs["mask_function"], kwargs.get("local_size"))
+    ):
+        mask._granikv_window = marks[0]  # type: ignore[attr-defined]
     return mask
 
 
-def is_plain_causal(mask: Tensor | None) -> bool:
-    """Whether a mask that reached an attention layer is `granikv_mask`'s own and holds no more."""
-    return mask is None or getattr(mask, "_is_plain_causal", False)
+def says_no_more_than(mask: Tensor | None, window: Window | None) -> bool:
+    """Whether a mask that reached an attention layer hides what a window and padding hide.
+
+    That is so for `granikv_mask`'s own. It is None where the window covers every column.
+    """
+    return mask is None or getattr(mask, "_granikv_window", _UNMARKED) == window
+
+
+def _window_of(mask_function: Any, size: int | None) -> tuple[Window | None] | None:
+    """The window of one of transformers' own causal mask functions; None for any other function."""
+    if mask_function is causal_mask_function:
+        return (None,)
+    parts = _parts(mask_function)
+    is_local = len(parts) == 2 and parts[1] is causal_mask_function
+    if not is_local or size is None or (code := parts[0].__code__) not in _IS_CHUNKED:
+        return None
+    return (Window(size, _IS_CHUNKED[code]),)
+
+
+def _parts(mask_function: Any) -> tuple[Any, ...]:
+    if getattr(mask_function, "__code__", None) is not _AND:
+        return ()
+    parts: tuple[Any, ...] = mask_function.__closure__[0].cell_contents
+    return parts
+
+
+# local masks are intersections made anew for every forward: only their code can be recognised
+_AND = and_masks().__code__
+_sliding: Any = sliding_window_causal_mask_function(1)
+_chunked: Any = chunked_causal_mask_function(1, torch.zeros(1))
+_IS_CHUNKED = {_parts(_sliding)[0].__code__: False, _parts(_chunked)[0].__code__: True}
+_UNMARKED = object()
 
 
 @cache

@@ -1,71 +1,69 @@
-"""Computing a prefix, with whatever the layers of the model keep of it."""
+"""Running a model over a prefix, and what its layers keep of it."""
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from hf_granikv.announce import forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.recurrent import states_of
+from hf_granikv.views import LayerKind
 
-# a row that is exactly the prefix computes so many of its tokens again. Two, since models run a
-# single token through other code than several, and in zamba2 with another result
+# a row that is exactly the prefix computes so many of its tokens again where layers keep states.
+# Two, since models run a single token through other code, and in zamba2 with another result
 NUM_REPEATED = 2
 
 
 class Recording(NamedTuple):
-    """What a model keeps of a prefix.
+    """What the layers of a model keep of a prefix.
 
     Attributes:
-        keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors, empty for a
-            layer without attention.
-        states: The number of first tokens -> per stateful layer, its states after them.
+        keys_and_values: Per layer, `[num_kv_heads, num_kept, head_dim]` each: all tokens, or the
+            last ones that a window can still see when the last token of the prefix is computed
+            again. Layers that store nothing have no heads.
+        states: The number of first tokens -> per layer with states, what they are after them.
     """
 
     keys_and_values: list[tuple[Tensor, Tensor]]
     states: dict[int, list[LayerStates]]
 
 
-def record_prefix(model: PreTrainedModel, ids: Tensor, stateful: Collection[int] = ()) -> Recording:
-    """Runs a model over a prefix.
+def record(model: PreTrainedModel, ids: Tensor, kinds: Sequence[LayerKind]) -> Recording:
+    """Runs a model over a prefix, in two parts if layers keep states.
 
     Args:
-        model: The model.
-        ids: `[1, num_tokens]`.
-        stateful: The layers that keep states. With any, the prefix is computed in two parts, so
-            that the states before its last tokens are known too.
+        model: The model, without its head on top where it has one.
+        ids: `[1, prefix_len]` on the device of the embeddings.
+        kinds: What each layer asks of a cache.
 
     Raises:
         ValueError: If the model does not keep its keys and values in the cache it is given.
     """
-    num_tokens = ids.shape[1]
+    prefix_len = ids.shape[1]
     recorder = DynamicCache(config=model.config.get_text_config(decoder=True))
-    layers: list[Any] = recorder.layers
-    stops = {num_tokens - NUM_REPEATED, num_tokens} if stateful else {num_tokens}
+    if any(kind.window is not None for kind in kinds):
+        # a local layer would keep one token less than a row needs that is exactly the prefix
+        recorder.activate_past_recording()
+    stateful = [recorder.layers[i] for i, kind in enumerate(kinds) if kind.num_states]
+    # rows may always compute the whole prefix again
     states: dict[int, list[LayerStates]] = {0: []} if stateful else {}
     start = 0
-    for stop in sorted(stop for stop in stops if stop > 0):
-        _run(model, ids[:, start:stop], start, recorder)
-        if stateful:
-            now = [states_of(layers[layer_idx]) for layer_idx in stateful]
-            # the next part writes over them
-            states[stop] = [{key: t.clone() for key, t in layer.items()} for layer in now]
-        start = stop
-    if recorder.get_seq_length() != num_tokens:
-        raise ValueError(
-            f"{type(model).__name__} does not keep its keys and values in the cache it is given; "
-            "it cannot be served."
-        )
-    nothing = torch.empty(0, 0, 0, device=ids.device)
+    for stop in [prefix_len - NUM_REPEATED, prefix_len] if stateful else [prefix_len]:
+        if stop > start:
+            _run(model, ids[:, start:stop], start, recorder)
+            start = stop
+            if stateful:
+                # the next part writes over them
+                states[stop] = [
+                    {key: t.clone() for key, t in states_of(layer).items()} for layer in stateful
+                ]
     pairs = [
-        (nothing, nothing)
-        if getattr(layer, "keys", None) is None
-        else (layer.keys[0], layer.values[0])
-        for layer in layers
+        _kept(model, layer, kind, ids) for layer, kind in zip(recorder.layers, kinds, strict=True)
     ]
     return Recording(pairs, states)
 
@@ -78,3 +76,20 @@ def _run(model: PreTrainedModel, ids: Tensor, start: int, recorder: DynamicCache
         options["position_ids"] = positions[None]
     with torch.no_grad():
         model.base_model(input_ids=ids, **options)
+
+
+def _kept(
+    model: PreTrainedModel, layer: object, kind: LayerKind, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    prefix_len = ids.shape[1]
+    if not isinstance(layer, DynamicLayer):
+        nothing = ids.new_empty(0, prefix_len, 0)
+        return nothing, nothing
+    keys, values = layer.keys, layer.values
+    if keys is None or values is None or keys.shape[2] != prefix_len:
+        raise ValueError(
+            f"{type(model).__name__} does not keep its keys and values in the cache it is given; "
+            "it cannot be served."
+        )
+    start = 0 if kind.window is None else kind.window.first_reached(prefix_len - 1)
+    return keys[0, :, start:], values[0, :, start:]

@@ -1,18 +1,17 @@
 """Layers that keep recurrent or convolution states, instead of tokens or beside them."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_granikv.hybrids import StateSpec
+from hf_granikv.compat import DummyLayer
 from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.pools import RowStates
 from hf_granikv.pools.row_states import LayerStates, StateKey
 from hf_granikv.state import CacheState
+from hf_granikv.views import LayerKind
 
 _KINDS = ("conv_states", "recurrent_states")
 
@@ -68,9 +67,9 @@ class MixedLayer(RecurrentLayer, AsymmetricPagedLayer):
 
     is_compileable = False
 
-    def __init__(self, layer_idx: int, state: CacheState, num_states: int) -> None:
-        AsymmetricPagedLayer.__init__(self, layer_idx, state)
-        RecurrentLayer.__init__(self, num_states)
+    def __init__(self, layer_idx: int, state: CacheState, kind: LayerKind) -> None:
+        AsymmetricPagedLayer.__init__(self, layer_idx, state, kind.window)
+        RecurrentLayer.__init__(self, kind.num_states)
 
 
 def states_of(layer: object) -> dict[StateKey, Tensor]:
@@ -85,22 +84,18 @@ def states_of(layer: object) -> dict[StateKey, Tensor]:
     }
 
 
-def put_states(layers: list[Any], specs: Mapping[int, StateSpec], state: CacheState) -> RowStates:
-    """Replaces the layers of a cache that keep more, or less, than keys and values.
+def build_layers(state: CacheState) -> list[Any]:
+    """One layer of ours for each of the model, and `state.row_states` over those with states."""
+    layers = [_layer(layer_idx, kind, state) for layer_idx, kind in enumerate(state.layers)]
+    state.row_states = RowStates([layer for layer in layers if isinstance(layer, RecurrentLayer)])
+    return layers
 
-    Args:
-        layers: One for each layer of the model; changed in place.
-        specs: Layer index -> what it keeps, if not keys and values alone.
-        state: What the layers share.
 
-    Returns:
-        The states of the rows in these layers.
-    """
-    for layer_idx, spec in specs.items():
-        if not spec.num_states:
-            layers[layer_idx] = cache_utils.DummyLayer()
-        elif spec.has_attention:
-            layers[layer_idx] = MixedLayer(layer_idx, state, spec.num_states)
-        else:
-            layers[layer_idx] = RecurrentLayer(spec.num_states)
-    return RowStates([layers[i] for i, spec in specs.items() if spec.num_states])
+def _layer(layer_idx: int, kind: LayerKind, state: CacheState) -> Any:
+    if kind.num_states and kind.stores:
+        return MixedLayer(layer_idx, state, kind)
+    if kind.num_states:
+        return RecurrentLayer(kind.num_states)
+    if kind.stores:
+        return AsymmetricPagedLayer(layer_idx, state, kind.window)
+    return DummyLayer()

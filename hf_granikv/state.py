@@ -1,5 +1,6 @@
 """What all layers of one cache share: the prefix, the rows, and the forward under way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import finalize
 
@@ -13,7 +14,7 @@ from hf_granikv.inputs import Bools, HeldRows, Layout
 from hf_granikv.journal import Journal
 from hf_granikv.pools import ColdPool, HotPool, Prefix, RowStates
 from hf_granikv.pools.cold import ColdWrite
-from hf_granikv.views import StepPlan
+from hf_granikv.views import LayerKind, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class CacheState:
     """Pools, rows and the current step of one `AsymmetricPagedCache`.
 
     Attributes:
+        layers: What each layer stores and sees.
+        has_windows: Whether some layer is local.
         hot: The pool of prefixes, shared with every fork.
         cold: The pool of private tokens, this cache's own.
         row_states: What layers keep of the rows that do not keep tokens.
@@ -41,12 +44,12 @@ class CacheState:
             on from the last column, which is wrong.
     """
 
-    def __init__(
-        self, num_layers: int, options: CacheOptions, hot: HotPool, *, num_attending: int
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerKind], options: CacheOptions, hot: HotPool) -> None:
+        self.layers = tuple(layers)
+        self.has_windows = any(layer.window is not None for layer in layers)
         self.options = options
         self.hot = hot
-        self.cold = ColdPool(num_layers, limit=options.cold_slots)
+        self.cold = ColdPool(len(layers), limit=options.cold_slots)
         self.row_states = RowStates()
         self.journal = Journal()
         self.prefix: Prefix | None = None
@@ -58,7 +61,6 @@ class CacheState:
         self._owned: Bools | None = None
         self._staged: Layout | None = None
         self._step: Step | None = None
-        self._num_attending = num_attending
         self._num_written = 0
         self._shared_before: int | None = None
         self.peak_bytes = 0
@@ -77,9 +79,9 @@ class CacheState:
     def held_rows(self) -> HeldRows:
         """The rows as `inputs` needs to see them."""
         if not self.num_rows:
-            return HeldRows(self.shared_len, None, None, False)
+            return HeldRows(self.shared_len, None, None, False, self.has_windows)
         lengths, owned = self.cold.table.lengths, self._owned_columns()
-        return HeldRows(self.shared_len, lengths, owned, self.recounts_positions)
+        return HeldRows(self.shared_len, lengths, owned, self.recounts_positions, self.has_windows)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -164,13 +166,10 @@ class CacheState:
         self._num_written += 1
 
     def settle(self, *, is_complete: bool = False) -> None:
-        """Drops what a forward left that failed before, or after, its first layer stored.
-
-        Args:
-            is_complete: Whether the forward is known to have come to its end.
-        """
+        """Drops what a forward left that failed, as one does that is not known to be complete."""
         staged, self._staged = self._staged, None
-        is_half = self._step is not None and self._num_written < self._num_attending
+        num_storing = sum(layer.stores for layer in self.layers)
+        is_half = self._step is not None and self._num_written < num_storing
         shared_before = self._shared_before
         if staged is not None:
             shared_before = self._reset_shared_len if staged.starts_batch else None
@@ -237,9 +236,7 @@ class CacheState:
 
     def fork(self) -> "CacheState":
         """An independent state over the same HOT pool; the row states are the layers' to copy."""
-        twin = CacheState(
-            self.cold.num_layers, self.options, self.hot, num_attending=self._num_attending
-        )
+        twin = CacheState(self.layers, self.options, self.hot)
         twin.cold = self.cold.copy()
         if self.prefix is not None:
             self.hot.acquire(self.prefix)
@@ -271,12 +268,7 @@ class CacheState:
     def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
         if self.prefix is not None:
             self.row_states.tear()
-            raise UnannouncedForwardError(
-                "a forward pass reached the cache through a model that it does not know, so which "
-                "columns are pads or repeat the prefix cannot be told. Use the model that prefilled "
-                "the cache, call cache.attach(model) for another object with the same weights, and "
-                "call the model itself, not its forward method."
-            )
+            raise UnannouncedForwardError
         if self.num_rows and self.num_rows != num_rows:
             raise ValueError(
                 f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "
@@ -293,8 +285,18 @@ class CacheState:
             seen = seen[:1] if (seen == seen[0]).all() else seen
             visible = np.arange(self.cold.table.max_length) < seen[:, :, None]
             mask = torch.from_numpy(visible[:, None]).to(device)
-        column_index = None
-        if self._owned is not None:
+        positions = self.shared_len + before[:, None] + layout.owned.cumsum(1) - 1
+        column_index = dense_refusal = None
+        if self._owned is not None and self.has_windows:
+            num_pads = self.num_columns - lengths
+            columns = np.maximum(np.arange(self.num_held) - num_pads[:, None], 0)
+            column_index = torch.from_numpy(columns).to(device)
+            if (layout.owned[:, :-1] & ~layout.owned[:, 1:]).any():
+                dense_refusal = (
+                    "local layers measure distances in columns, and a pad follows a token in this "
+                    "forward. Pad on the left."
+                )
+        elif self._owned is not None:
             private = np.maximum(self._owned.cumsum(1) - 1, 0)
             column_index = torch.from_numpy(private).to(device)
         return StepPlan(
@@ -303,8 +305,11 @@ class CacheState:
             shared_len=self.shared_len,
             kv_len=self.num_held,
             suffix_mask=mask,
+            positions=positions,
+            is_token=layout.owned,
             column_index=column_index,
             dense_reason=layout.dense_reason,
+            dense_refusal=dense_refusal,
             dispatch=self.options.dispatch,
             journal=self.journal,
         )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.journal import Journal
@@ -23,6 +25,47 @@ class AttentionState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """What a local attention layer sees, by position in the sequence; pads do not count.
+
+    Attributes:
+        size: Tokens of the window, the query's own included, or of a chunk.
+        is_chunked: Whether a query sees its own chunk up to itself, and not the `size` tokens that
+            end in itself.
+    """
+
+    size: int
+    is_chunked: bool = False
+
+    def first_seen(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first position that each query sees; negative while the window is not full."""
+        if self.is_chunked:
+            return positions // self.size * self.size
+        return positions - self.size + 1
+
+    def first_reached(self, position: int) -> int:
+        """The first position that a query at `position`, or any later one, sees."""
+        return max(0, int(self.first_seen(np.array(position))))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What one layer of a model asks of a cache.
+
+    Attributes:
+        stores: Whether it stores keys and values; one that reads another layer's does not.
+        window: What it sees; None = everything before.
+        num_states: Recurrent or convolution states that it keeps, of each sort.
+        name: The config's word for a layer that keeps states.
+    """
+
+    stores: bool = True
+    window: Window | None = None
+    num_states: int = 0
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GroupShape:
     """The size of the matrix problem that one group of rows poses to one stored prefix.
 
@@ -34,6 +77,7 @@ class GroupShape:
         gqa_ratio: Query heads per key/value head.
         head_dim: Width of one head.
         dtype_bytes: Bytes per stored number.
+        is_capped: Whether the scores are soft-capped.
     """
 
     num_rows: int
@@ -43,6 +87,7 @@ class GroupShape:
     gqa_ratio: int
     head_dim: int
     dtype_bytes: int
+    is_capped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +101,14 @@ class StepPlan:
         kv_len: Columns of the attention mask: `shared_len` and all columns since.
         suffix_mask: `[num_rows or 1, 1, q_len, max_suffix_len]` bool, True where a query sees a
             private token; None if every query sees all of them.
-        column_index: `[num_rows, kv_len - shared_len]` the private token of each column; None if
-            columns and private tokens agree.
+        positions: `[num_rows, q_len]` position of each query in its row; that of the token before
+            for a pad.
+        is_token: `[num_rows, q_len]` False for pads.
+        column_index: `[num_rows, num_columns]` the private token of each of the last `num_columns`
+            columns, or, where there are `kv_len` of them, the position; None if columns and tokens
+            agree.
         dense_reason: Why the shared path must not be used in this forward, or None.
+        dense_refusal: Why the dense route would go wrong in this forward, or None.
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
         scratch: What attention works out once per forward and keeps for the other layers.
@@ -69,8 +119,11 @@ class StepPlan:
     shared_len: int
     kv_len: int
     suffix_mask: Tensor | None
+    positions: NDArray[np.int64]
+    is_token: NDArray[np.bool_]
     column_index: Tensor | None
     dense_reason: str | None
+    dense_refusal: str | None
     dispatch: str
     journal: Journal
     scratch: dict[Any, Any] = field(default_factory=dict)
@@ -83,10 +136,12 @@ class LayerStep:
     Attributes:
         layer_idx: The layer.
         plan: The forward pass.
-        prefix_keys: `[num_kv_heads, shared_len, head_dim]`.
+        prefix_keys: `[num_kv_heads, shared_len - prefix_start, head_dim]`.
         prefix_values: Likewise.
         suffix_keys: `[num_rows, num_kv_heads, max_suffix_len, head_dim]`, strided.
         suffix_values: Likewise.
+        prefix_start: Position of the first prefix token that the layer has stored.
+        window: What the layer sees; None = everything before.
     """
 
     layer_idx: int
@@ -95,6 +150,8 @@ class LayerStep:
     prefix_values: Tensor
     suffix_keys: Tensor
     suffix_values: Tensor
+    prefix_start: int = 0
+    window: Window | None = None
 
 
 @dataclass(frozen=True, slots=True)

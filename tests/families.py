@@ -116,13 +116,48 @@ DENSE_ROUTE: dict[str, Family] = {
     ),
 }
 
-REFUSED: dict[str, Family] = {
+_SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+# a window of 8 tokens, which leaves a prefix of 20 while 10 tokens are generated
+LOCAL: dict[str, Family] = {
     "mistral": Family("MistralConfig", {"sliding_window": 8}),
-    "gemma2": Family("Gemma2Config", {"head_dim": 8}),
-    "gemma3": Family("Gemma3TextConfig", {"head_dim": 8}),
-    "gpt_oss": Family("GptOssConfig", {"head_dim": 8, "num_local_experts": 4}),
-    "llama4": Family("Llama4TextConfig", {"head_dim": 8, "num_local_experts": 2}),
-    "cohere2": Family("Cohere2Config", {"head_dim": 8}),
+    "gemma2": Family(
+        "Gemma2Config",
+        {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, **_SLIDING},
+    ),
+    "gemma3": Family("Gemma3TextConfig", {"head_dim": 8, "query_pre_attn_scalar": 8, **_SLIDING}),
+    "gpt_oss": Family(
+        "GptOssConfig",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **_SLIDING},
+    ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        {
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 64,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+    ),
+    "cohere2": Family("Cohere2Config", {"head_dim": 8, **_SLIDING}),
+    "qwen2-sliding": Family("Qwen2Config", {"use_sliding_window": True, **_SLIDING}),
+    "gemma3n": Family(
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+}
+
+REFUSED: dict[str, Family] = {
     "mamba2": Family("Mamba2Config", {"num_heads": 8, "head_dim": 8}),
     "jamba": Family(
         "JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}

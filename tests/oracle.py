@@ -22,6 +22,7 @@ def dense_attention(
     *,
     scale: float,
     mask: Tensor | None = None,
+    softcap: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attends by the textbook, with kv heads repeated and all scores alive.
@@ -32,6 +33,7 @@ def dense_attention(
         values: `[rows or 1, num_kv_heads, kv_len, head_dim]`.
         scale: Factor on the scores.
         mask: `[rows or 1, 1, q_len, kv_len]` bool, True where visible.
+        softcap: Bound of the scores.
         dtype: In which the products run.
     """
     gqa_ratio = query.shape[1] // keys.shape[1]
@@ -39,6 +41,8 @@ def dense_attention(
     k = keys.to(dtype).repeat_interleave(gqa_ratio, 1)
     v = values.to(dtype).repeat_interleave(gqa_ratio, 1)
     scores = (q @ k.mT).to(torch.promote_types(dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)
@@ -46,13 +50,18 @@ def dense_attention(
 
 
 def reference(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, mask: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Reference:
     """Gives the float64 result and twice the error of plain attention in the inputs' dtype."""
-    out, lse = dense_attention(query, keys, values, scale=scale, mask=mask)
-    plain_out, plain_lse = dense_attention(
-        query, keys, values, scale=scale, mask=mask, dtype=query.dtype
-    )
+    options = {"scale": scale, "mask": mask, "softcap": softcap}
+    out, lse = dense_attention(query, keys, values, **options)
+    plain_out, plain_lse = dense_attention(query, keys, values, **options, dtype=query.dtype)
     return Reference(
         out, lse, 2 * max_error(plain_out, out) + 1e-6, 2 * max_error(plain_lse, lse) + 1e-6
     )

@@ -27,19 +27,21 @@ ARROWS: dict[str, set[str]] = {
     "lazy": set(),
     "announce": set(),
     "masks": set(),
-    "inputs": set(),
+    "windows": set(),
+    "recording": {"announce", "pools", "recurrent"},
+    "prompt_checks": set(),
+    "inputs": {"prompt_checks"},
     "hybrids": set(),
-    "layer_kinds": {"hybrids"},
+    "layer_kinds": {"hybrids", "pools"},
     "state": {"pools", "inputs"},
     "accounting": {"state"},
+    "recurrent": {"layer", "pools", "state"},
     "layer": {"lazy", "state"},
-    "recurrent": {"hybrids", "layer", "pools", "state"},
-    "recording": {"announce", "pools", "recurrent"},
     "cache": {
-        *("accounting", "announce", "inputs", "layer", "layer_kinds", "pools", "recording"),
-        *("recurrent", "state"),
+        *("accounting", "announce", "inputs", "layer_kinds", "pools", "recording", "recurrent"),
+        "state",
     },
-    "attention": {"backends", "dispatch", "kernels", "lazy", "masks"},
+    "attention": {"backends", "dispatch", "kernels", "lazy", "masks", "windows"},
     "prompts": set(),
     "settings": set(),
     "timing": set(),
@@ -51,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "inputs", "state", "accounting"),
+    *("lazy", "inputs", "prompt_checks", "state", "accounting", "windows"),
 }
 
 

@@ -33,8 +33,11 @@ def layer_step(
         shared_len=PREFIX_LEN,
         kv_len=PREFIX_LEN + owned.shape[1],
         suffix_mask=None if is_even and q_len == 1 else mask,
+        positions=(PREFIX_LEN + seen - 1).numpy(),
+        is_token=owned[:, -q_len:].numpy(),
         column_index=None if is_even else (owned.cumsum(1) - 1).clamp_min(0),
         dense_reason=None,
+        dense_refusal=None,
         dispatch="auto",
         journal=Journal(),
     )
@@ -162,6 +165,18 @@ def test_metadata_is_answered_without_building_anything(name: str) -> None:
     assert not step.plan.journal.dense_reads
 
 
+def test_to_where_it_is_leaves_it_lazy() -> None:
+    """Layers that read another layer's keys move them to their own device first."""
+    step = layer_step(ALL_COLUMNS)
+    lazy = LazyKeyValue(step, is_value=False)
+    assert lazy.to(torch.device("cpu")) is lazy
+    assert lazy.to(torch.float32) is lazy
+    assert not step.plan.journal.dense_reads
+    assert lazy.to(torch.float64).dtype == torch.float64
+    assert lazy.to("cpu", copy=True) is not lazy
+    assert step.plan.journal.dense_reads
+
+
 def test_a_lazy_tensor_holds_no_storage() -> None:
     lazy = LazyKeyValue(layer_step(ALL_COLUMNS), is_value=False)
     with torch._C.DisableTorchFunctionSubclass():
@@ -231,9 +246,8 @@ def test_dropout_goes_the_dense_way_and_says_so() -> None:
     "extra", [{"s_aux": torch.zeros(HEADS)}, {"softcap": 30.0}], ids=["s_aux", "softcap"]
 )
 def test_what_no_path_serves_is_refused_by_name(extra: dict[str, Any]) -> None:
-    """Softcap reached SDPA, which ignored it silently before transformers 5.24."""
     step = layer_step(ALL_COLUMNS)
     lazy = LazyKeyValue(step, is_value=False), LazyKeyValue(step, is_value=True)
     query, module = torch.randn(ROWS, HEADS, 1, HEAD_DIM), nn.Module()
-    with pytest.raises((NotImplementedError, ValueError), match=next(iter(extra))):
-        granikv_attention(module, query, *lazy, None, **extra)
+    with pytest.raises(NotImplementedError, match=next(iter(extra))):
+        granikv_attention(module, query, *lazy, None, dropout=0.1, **extra)

@@ -141,11 +141,12 @@ def test_a_part_of_a_known_model_is_not_attached(tiny_model: Build) -> None:
         cache.attach(tiny_model("llama").base_model)
 
 
-def test_sinks_of_full_attention_are_refused_by_name() -> None:
+def test_sinks_of_full_attention_are_exact() -> None:
     options = {"head_dim": 8, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}
-    model = Family("GptOssConfig", options).model(attn_implementation="eager")
-    with pytest.raises(ValueError, match="sinks"):
-        prefilled(model)
+    family, rows = Family("GptOssConfig", options), whole(suffixes(3, 7, 0))
+    want = alone(family.model(attn_implementation="eager"), rows)
+    model = family.model(attn_implementation="granikv")
+    assert new_tokens(model, left_padded(rows), **cached(prefilled(model))) == want
 
 
 def test_rows_alike_share_one_mask(tiny_model: Build) -> None:

@@ -23,7 +23,15 @@ class PrefixBackend(ABC):
         """Gives what this backend has to do for the group in one layer."""
 
     @abstractmethod
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionState:
         """Attends to the whole prefix; nothing in it is masked.
 
         Args:
@@ -31,6 +39,7 @@ class PrefixBackend(ABC):
             keys: `[num_kv_heads, prefix_len, head_dim]`.
             values: `[num_kv_heads, prefix_len, head_dim]`.
             scale: Factor on the scores.
+            softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
 
         Returns:
             out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]` float32.

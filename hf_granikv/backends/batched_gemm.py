@@ -30,8 +30,16 @@ class BatchedGemmBackend(PrefixBackend):
         num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
         return Work(attention_flops(shape), prefix_bytes(shape), 8, num_queries)
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionState:
         """Attends tile by tile; out is float32."""
         packed = pack_queries(query, keys.shape[0])
-        out, lse = gemm_shared_attention(packed, keys, values, scale=scale)
+        out, lse = gemm_shared_attention(packed, keys, values, scale=scale, softcap=softcap)
         return unpack_state(out, lse, query)

@@ -24,13 +24,26 @@ class CascadeBackend(PrefixBackend):
 
     name: ClassVar[str] = "cascade"
 
+    def unsupported_reasons(self, shape: GroupShape) -> list[str]:
+        """Refuses soft-capped scores, which stay inside the kernel."""
+        return ["the fused kernel has no soft-capping"] if shape.is_capped else []
+
     def work(self, shape: GroupShape) -> Work:
         """Counts one read of the prefix; the launches are pack, attend and two unpacks."""
         num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
         return Work(attention_flops(shape), prefix_bytes(shape), 4, num_queries)
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionState:
         """Attends in one fused call; out has the dtype of the query on a CPU."""
+        assert softcap is None, "unsupported_reasons names soft-capping"
         packed = pack_queries(query, keys.shape[0])
         out, lse = flash_shared_attention(packed, keys, values, scale=scale)
         return unpack_state(out, lse, query)

@@ -20,8 +20,16 @@ class PerRowBackend(PrefixBackend):
         num_bytes = shape.num_rows * prefix_bytes(shape)
         return Work(attention_flops(shape), num_bytes, 2, shape.gqa_ratio * shape.q_len)
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> AttentionState:
         """Attends without packing across rows; out has the dtype of the query on a CPU."""
         rows = query.shape[0]
         keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
-        return suffix_attention(query, keys, values, scale=scale, mask=None)
+        return suffix_attention(query, keys, values, scale=scale, mask=None, softcap=softcap)

@@ -16,8 +16,9 @@ class Prefix:
 
     Attributes:
         token_ids: `[num_tokens]` int64 on the CPU, the ids it was computed from.
-        keys: One `[num_kv_heads, num_tokens, head_dim]` contiguous tensor per layer.
-        values: Likewise. Both are empty for a layer without attention.
+        keys: One `[num_kv_heads, num_tokens - start, head_dim]` contiguous tensor per layer.
+        values: Likewise.
+        starts: Per layer, the first token that is stored: not 0 where a window cannot see further.
         states: For layers that keep states: the number of first tokens -> what the states are after
             them, `[1, ...]` each; rows can start from nowhere else. Empty without such layers.
     """
@@ -25,6 +26,7 @@ class Prefix:
     token_ids: Tensor
     keys: tuple[Tensor, ...] = field(repr=False)
     values: tuple[Tensor, ...] = field(repr=False)
+    starts: tuple[int, ...] = field(repr=False)
     states: Mapping[int, tuple[LayerStates, ...]] = field(default_factory=dict, repr=False)
 
     @property
@@ -36,12 +38,6 @@ class Prefix:
     def num_bytes(self) -> int:
         """Bytes of the storages held, whatever the number of readers."""
         return sum(t.untyped_storage().nbytes() for t in self.tensors())
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        tensors = (*self.keys, *self.values)
-        return sum(t.untyped_storage().nbytes() for t in tensors) // self.num_tokens
 
     def tensors(self) -> list[Tensor]:
         """Everything that is stored, except the ids."""
@@ -85,7 +81,8 @@ class HotPool:
 
         Args:
             token_ids: `[num_tokens]` the ids they were computed from.
-            keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors.
+            keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors, or the
+                last tokens of them.
             states: See `Prefix`.
         """
         pairs = [(_exact(k), _exact(v)) for k, v in keys_and_values]
@@ -93,6 +90,7 @@ class HotPool:
             token_ids.detach().to("cpu", copy=True),
             keys=tuple(k for k, _ in pairs),
             values=tuple(v for _, v in pairs),
+            starts=tuple(len(token_ids) - k.shape[1] for k, _ in pairs),
             states={
                 num_tokens: tuple({key: _exact(t) for key, t in layer.items()} for layer in layers)
                 for num_tokens, layers in (states or {}).items()

@@ -68,6 +68,24 @@ def test_equals_dense_attention(
 
 @backends
 @dtypes
+@pytest.mark.parametrize("q_len", [1, 6])
+def test_scores_are_soft_capped_or_that_is_refused(backend, q_len, dtype):
+    query = draw_query(5, q_len, 6, 64, dtype) * 4
+    keys, values = draw_prefix(2, 900, 64, dtype)
+    shape = GroupShape(5, q_len, 900, 2, 3, 64, query.element_size(), is_capped=True)
+    if backend.unsupported_reasons(shape):
+        assert backend.name == "cascade"
+        return
+
+    state = backend.run(query, keys, values, scale=0.5, softcap=3.0)
+
+    ref = reference(query, keys[None], values[None], scale=0.5, softcap=3.0)
+    assert_close("out", state.out, ref.out, ref.out_budget)
+    assert_close("lse", state.lse, ref.lse, ref.lse_budget)
+
+
+@backends
+@dtypes
 @pytest.mark.parametrize("suffix_len", [0, 1, 70])
 @pytest.mark.parametrize("q_len", [1, 6])
 def test_prefix_and_suffix_merge_to_the_whole(backend, q_len, suffix_len, dtype):

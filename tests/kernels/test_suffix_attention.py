@@ -39,6 +39,22 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("is_blocked", [False, True], ids=["at_once", "in_blocks"])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["open", "masked"])
+@pytest.mark.parametrize("q_len", [1, 7])
+def test_scores_are_soft_capped_whatever_the_blocks(q_len, is_masked, is_blocked, monkeypatch):
+    if is_blocked:
+        monkeypatch.setattr("hf_granikv.kernels.suffix_attention.reference._MAX_SCORES", 2000)
+    query, keys, values = draw(3, 2, 3, q_len, 70, 64, torch.float32)
+    mask = draw_mask(3, q_len, 70) if is_masked else None
+
+    state = suffix_attention(query * 4, keys, values, scale=0.5, mask=mask, softcap=3.0)
+
+    ref = reference(query * 4, keys, values, scale=0.5, mask=mask, softcap=3.0)
+    assert_close("out", state.out, ref.out, ref.out_budget)
+    assert_close("lse", state.lse, ref.lse, ref.lse_budget)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_masked", [False, True], ids=["open", "masked"])
 @pytest.mark.parametrize(

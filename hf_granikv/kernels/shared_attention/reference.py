@@ -37,7 +37,7 @@ def flash_shared_attention(
 
 
 def gemm_shared_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attends to a shared prefix by matrix products, tiled over the prefix with a running softmax.
 
@@ -48,6 +48,7 @@ def gemm_shared_attention(
         keys: `[num_kv_heads, prefix_len, head_dim]`.
         values: `[num_kv_heads, prefix_len, head_dim]`.
         scale: Factor on the scores.
+        softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
 
     Returns:
         out `[num_kv_heads, num_queries, head_dim]` float32 and lse `[num_kv_heads, num_queries]`
@@ -63,7 +64,7 @@ def gemm_shared_attention(
             query = query.float()
     tile = max(_MIN_TILE, tile_bytes // (4 * max(1, query.shape[0] * block)))
     parts = [
-        _attend_block(queries, keys, values, scale=scale, tile=tile)
+        _attend_block(queries, keys, values, scale=scale, softcap=softcap, tile=tile)
         for queries in query.split(max(1, block), dim=1)
     ]
     if len(parts) == 1:
@@ -73,13 +74,19 @@ def gemm_shared_attention(
 
 
 def _attend_block(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, tile: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    tile: int,
 ) -> tuple[Tensor, Tensor]:
-    out, total, peak = _attend_tile(query, keys[:, :tile], values[:, :tile], scale, None)
+    out, total, peak = _attend_tile(query, keys[:, :tile], values[:, :tile], scale, softcap, None)
     for start in range(tile, keys.shape[1], tile):
         stop = start + tile
         tile_out, tile_total, new_peak = _attend_tile(
-            query, keys[:, start:stop], values[:, start:stop], scale, peak
+            query, keys[:, start:stop], values[:, start:stop], scale, softcap, peak
         )
         shrink = peak.sub_(new_peak).exp_()
         total.mul_(shrink).add_(tile_total)
@@ -89,7 +96,12 @@ def _attend_block(
 
 
 def _attend_tile(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, peak: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None,
+    peak: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gives the unnormalised output of one tile, its weights' sum and the new running maximum."""
     keys, values = keys.to(query.dtype), values.to(query.dtype)
@@ -97,6 +109,8 @@ def _attend_tile(
         scores = torch.bmm(query * scale, keys.mT)  # [num_kv_heads, num_queries, tile]
     else:
         scores = _product(query, keys.mT).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     new_peak = scores.amax(-1, keepdim=True)
     if peak is not None:
         new_peak = torch.maximum(peak, new_peak)

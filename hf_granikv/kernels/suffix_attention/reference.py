@@ -9,6 +9,8 @@ from hf_granikv.kernels import cpu
 from hf_granikv.views import AttentionState
 
 _LOWEST = torch.finfo(torch.float32).min
+# float32 scores alive at once in the path that is not fused: 64 MiB
+_MAX_SCORES = 16 << 20
 
 
 class SuffixMask(NamedTuple):
@@ -42,6 +44,7 @@ def suffix_attention(
     *,
     scale: float,
     mask: Tensor | SuffixMask | None,
+    softcap: float | None = None,
 ) -> AttentionState:
     """Attends from each row's queries to that row's own keys.
 
@@ -53,6 +56,7 @@ def suffix_attention(
         scale: Factor on the scores.
         mask: `[rows or 1, 1, q_len, kv_len]` bool, True where a query sees a key, or what
             `prepare_mask` made of it; None = everything is seen.
+        softcap: Bound `c` of the scores, which become `c * tanh(score / c)`; not fused on a CPU.
 
     Returns:
         out `[rows, num_q_heads, q_len, head_dim]` and lse `[rows, num_q_heads, q_len]`, any
@@ -67,25 +71,59 @@ def suffix_attention(
         mask = prepare_mask(mask, query.dtype)
     bias = None if mask is None else mask.bias
     gqa_ratio = num_q_heads // num_kv_heads
-    attend = cpu.flash_attention if query.is_cpu else matmul_attention
-    if not query.is_cpu or _packing_pays(gqa_ratio, q_len, query.dtype):
+    is_fused = query.is_cpu and softcap is None
+    if not is_fused or _packing_pays(gqa_ratio, q_len, query.dtype):
         packed = query.reshape(-1, num_kv_heads, gqa_ratio * q_len, query.shape[-1])
         if bias is not None and q_len > 1:
             bias = bias.repeat(1, 1, gqa_ratio, 1)
-        out, lse = attend(packed, keys, values, scale=scale, bias=bias)
+        if is_fused:
+            out, lse = cpu.flash_attention(packed, keys, values, scale=scale, bias=bias)
+        else:
+            out, lse = matmul_attention(
+                packed, keys, values, scale=scale, bias=bias, softcap=softcap
+            )
         out, lse = out.reshape(query.shape), lse.reshape(query.shape[:3])
     else:
-        out, lse = attend(query, keys, values, scale=scale, bias=bias)
+        out, lse = cpu.flash_attention(query, keys, values, scale=scale, bias=bias)
     if mask is not None:
         lse.masked_fill_(mask.sees_nothing, -torch.inf)
     return AttentionState(out, lse)
 
 
 def matmul_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, bias: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Does what `cpu.flash_attention` does, on any device, for as many query as kv heads."""
+    num_scores = query.shape[0] * query.shape[1] * keys.shape[2]
+    block = max(1, _MAX_SCORES // max(1, num_scores))
+    if block >= query.shape[2]:
+        return _attend(query, keys, values, bias, scale, softcap)
+    biases = [bias] * query.shape[2] if bias is None or bias.shape[2] == 1 else bias.split(block, 2)
+    parts = [
+        _attend(queries, keys, values, its_bias, scale, softcap)
+        for queries, its_bias in zip(query.split(block, 2), biases, strict=False)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
     scores = torch.matmul(query, keys.mT).float().mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
         scores += bias
     # a query that sees nothing would subtract -inf from -inf
