@@ -63,7 +63,8 @@ def settle_forward(
         kwargs = {**dict(zip(forward_parameters(module), args, strict=False)), **kwargs}
     settle = getattr(_cache_in(kwargs), "settle", None)
     if settle is not None:
-        settle()
+        # a forward that raised has no output
+        settle(is_complete=output is not None)
 
 
 def _cache_in(kwargs: dict[str, Any]) -> Any:

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_granikv.accounting import stats_of
 from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
-from hf_granikv.compat import DummyLayer
 from hf_granikv.config import CacheOptions
 from hf_granikv.cut_prompts import CutPrompt, is_asked_by_generate
 from hf_granikv.in_process import InProcessCache
 from hf_granikv.inputs import read_forward, read_generation
 from hf_granikv.known_models import KnownModels
-from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.prefix_inputs import (
@@ -26,6 +25,7 @@ from hf_granikv.prefix_inputs import (
     one_row_of_ids,
 )
 from hf_granikv.recording import record
+from hf_granikv.recurrent import build_layers
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
@@ -91,7 +91,7 @@ class AsymmetricPagedCache(InProcessCache):
         check_is_deterministic(inner)
         self._served.check_length(ids.shape[1], ids.shape[1])
         self._models.start(inner)
-        prefix = state.hot.seal(ids[0], record(inner, ids, self._served.layers, chunk_size))
+        prefix = state.hot.seal(ids[0], *record(inner, ids, self._served.layers, chunk_size))
         state.hold(prefix)
         state.release_rows()
         return prefix
@@ -143,6 +143,7 @@ class AsymmetricPagedCache(InProcessCache):
         twin = type(self).__new__(type(self))
         twin._served, twin._models = self._served, self._models.copy()
         twin._adopt(self._state.fork())
+        twin._state.row_states.copy_from(self._state.row_states)
         return twin
 
     def announce(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -201,9 +202,9 @@ class AsymmetricPagedCache(InProcessCache):
         self._cut_prompt = cut
         return kwargs
 
-    def settle(self) -> None:
+    def settle(self, *, is_complete: bool = False) -> None:
         """Undoes what is left of a forward pass that broke off; called by the hook on the model."""
-        self._state.settle()
+        self._state.settle(is_complete=is_complete)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -238,7 +239,7 @@ class AsymmetricPagedCache(InProcessCache):
 
         Raises:
             ValueError: If it is positive, or the rest needs tokens of the prefix that no window
-                could see when it was stored.
+                could see when it was stored, or some layer keeps a state that has read them.
         """
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding may hand over a tensor
         if tokens_to_remove > 0:
@@ -246,11 +247,17 @@ class AsymmetricPagedCache(InProcessCache):
                 f"crop({tokens_to_remove}) is not possible; give minus the number of tokens to "
                 "remove."
             )
+        if tokens_to_remove:
+            self._served.check_can_take_back(f"crop({tokens_to_remove})")
         state = self._state
         if state.prefix is not None:
             kept = state.shared_len + min(0, state.num_columns + tokens_to_remove)
             self._served.check_reach(state.prefix, kept)
         state.crop(-tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Asked by assisted decoding, which will crop; refused where that is not possible."""
+        self._served.check_can_take_back("assisted decoding")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes row i the former row `beam_idx[i]`; slots are shared, nothing is copied."""
@@ -276,7 +283,7 @@ class AsymmetricPagedCache(InProcessCache):
 
     def stats(self) -> CacheStats:
         """What is held now, in tokens and in bytes of real storages."""
-        return self._state.stats()
+        return stats_of(self._state)
 
     def explain(self) -> str:
         """Which path ran how often, on what reckoning, and why others were refused."""
@@ -293,6 +300,7 @@ class AsymmetricPagedCache(InProcessCache):
         """
         self._state.hot.check_integrity()
         self._state.cold.check_integrity()
+        self._state.row_states.check_integrity(self._state.num_rows)
 
     def _first_column(self, caller: FrameType) -> int:
         # 0, so that prompts arrive whole; where they are cut, the columns that need not be sent
@@ -315,8 +323,4 @@ class AsymmetricPagedCache(InProcessCache):
     def _adopt(self, state: CacheState) -> None:
         self._state = state
         self._cut_prompt = None
-        layers: list[Any] = [
-            AsymmetricPagedLayer(i, state, kind.window) if kind.stores else DummyLayer()
-            for i, kind in enumerate(self._served.layers)
-        ]
-        super().__init__(layers=layers)
+        super().__init__(layers=build_layers(state))

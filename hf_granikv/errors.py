@@ -12,6 +12,18 @@ class IntegrityError(RuntimeError):
 class UnannouncedForwardError(RuntimeError):
     """A forward pass reached the cache without its inputs having been announced first."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "a forward pass reached the cache through a model that it does not know, so which "
+            "columns are pads or repeat the prefix cannot be told. Use the model that prefilled "
+            "the cache, call cache.attach(model) for another object with the same weights, and "
+            "call the model itself, not its forward method."
+        )
+
 
 class StalePrefixError(ValueError):
     """A prefix was about to be read by a model that does not compute as the prefix was computed."""
+
+
+class TornStateError(RuntimeError):
+    """A forward pass failed half-way and left recurrent states that cannot be taken back."""

@@ -6,16 +6,21 @@ is read as `[prefix | new columns]`, where a new column of a row is either a tok
 a pad. Tokens that repeat the prefix are compared with it and dropped.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
+from hf_granikv.prompt_checks import (
+    Bools,
+    Ints,
+    check_contains_prefix,
+    check_embeds,
+    check_positions,
+)
 
 PER_TOKEN_KWARGS = ("token_type_ids",)
 
@@ -30,6 +35,7 @@ class HeldRows:
         owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
         recounts_positions: Whether positions that come along are to be counted anew.
         pads_first: Whether masks must show pads before the prefix: local layers count columns.
+        starts: The numbers of prefix tokens after which rows can start; empty if after any.
     """
 
     shared_len: int
@@ -37,6 +43,7 @@ class HeldRows:
     owned: Bools | None
     recounts_positions: bool
     pads_first: bool = False
+    starts: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +102,18 @@ def read_generation(
         kwargs = {**kwargs, "attention_mask": torch.from_numpy(mask)}
         return read_forward(kwargs, held)
     lengths = hidden + is_real.sum(1)
-    _check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
-    _check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
+    check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
+    check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
     if prefix_embeds is not None:
-        _check_embeds(kwargs["inputs_embeds"], is_real, hidden, prefix_embeds)
+        check_embeds(kwargs["inputs_embeds"], is_real, hidden, prefix_embeds)
 
     # what a row is asked logits of it has to compute: where it is the prefix itself its last
     # token, and under assisted decoding that token and the candidates; every row does it again
     num_asked = kwargs.get("logits_to_keep")
     num_asked = max(1, num_asked) if isinstance(num_asked, int) else 1
     shared_len = max(0, min(len(prefix_ids), int(lengths.min()) - num_asked))
+    if held.starts:
+        shared_len = max((start for start in held.starts if start <= shared_len), default=0)
     q_len = int(lengths.max()) - shared_len
     positions = lengths[:, None] - q_len + np.arange(q_len)
     owned = positions >= shared_len
@@ -177,62 +186,6 @@ def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
             f"attention_mask is {tuple(mask.shape)} for {num_rows} rows of {num_ids} tokens; it "
             "must have a row for each and cover at least these tokens."
         )
-
-
-def _check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> None:
-    given = kwargs.get("position_ids")
-    if given is None or given.ndim != 2:
-        return
-    differs = is_real & (given.cpu().numpy() != counted)
-    if differs.any():
-        row, column = np.argwhere(differs)[0]
-        at = given.expand(len(counted), -1)[row, column]
-        raise ValueError(
-            f"position_ids has {at} at new column {column} of row {row}, which is token "
-            f"{counted[row, column]} of the row; a prefix is stored with positions counted from 0. "
-            "Leave position_ids out."
-        )
-
-
-def _check_embeds(embeds: Tensor, is_real: Bools, hidden: Ints, prefix_embeds: Tensor) -> None:
-    for row, start in enumerate(hidden):
-        columns = torch.from_numpy(np.flatnonzero(is_real[row])[: len(prefix_embeds) - start])
-        repeated = embeds[row, columns.to(embeds.device)]
-        expected = prefix_embeds[start : start + len(repeated)]
-        same = torch.isclose(repeated.detach(), expected.to(repeated.dtype), rtol=1e-3, atol=1e-5)
-        wrong = torch.nonzero(~same.all(-1))
-        if len(wrong):
-            raise ValueError(
-                f"row {row} of inputs_embeds differs from the prefix at position "
-                f"{start + int(wrong[0])}. Pass embeddings of whole prompts that start with the "
-                "prefix; or, with the suffix alone, an attention_mask over prefix and suffix."
-            )
-
-
-def _check_contains_prefix(
-    kwargs: dict[str, Any], lengths: Ints, is_real: Bools, hidden: Ints, prefix_ids: Ints
-) -> None:
-    prefix_len = len(prefix_ids)
-    input_ids = kwargs.get("input_ids")
-    ids = None if input_ids is None or not input_ids.shape[1] else input_ids.cpu().numpy()
-    for row, (length, start) in enumerate(zip(lengths, hidden, strict=True)):
-        if ids is not None:
-            repeated = ids[row][is_real[row]][: prefix_len - start]
-            expected = prefix_ids[start : start + len(repeated)]
-            wrong = np.flatnonzero(repeated != expected)
-            if len(wrong):
-                at = int(wrong[0])
-                raise ValueError(
-                    f"row {row} has token {repeated[at]} at position {start + at}, the prefix has "
-                    f"{expected[at]} there. Pass whole prompts that start with the prefix; or, "
-                    "with the suffix alone, an attention_mask over prefix and suffix."
-                )
-        if length < prefix_len:
-            raise ValueError(
-                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
-                "whole prompts that start with the prefix; or, with the suffix alone, an "
-                "attention_mask over prefix and suffix."
-            )
 
 
 def _take_columns(

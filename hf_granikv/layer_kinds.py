@@ -11,6 +11,7 @@ from transformers.cache_utils import (
 )
 
 from hf_granikv.compat import DummyLayer
+from hf_granikv.hybrids import EXACT_HYBRIDS, stateful_kind
 from hf_granikv.pools import Prefix
 from hf_granikv.views import LayerKind, Window
 
@@ -53,6 +54,17 @@ class ServedModel:
             _kind(config, layer_idx, layer)
             for layer_idx, layer in enumerate(DynamicCache(config=config).layers)
         )
+        has_states = any(layer.num_states for layer in layers)
+        if has_states and not any(layer.stores and layer.window is None for layer in layers):
+            raise ValueError(
+                f"layer 0 of {model_type} is of kind {layers[0].name}, and no layer has full "
+                "attention: there is nothing to share. Use DynamicCache for this model."
+            )
+        if has_states and any(layer.window is not None for layer in layers):
+            raise ValueError(
+                f"{model_type} has local layers beside layers that keep states; use DynamicCache "
+                "for this model."
+            )
         rope_type, rope_limit = _length_dependent_rope(config)
         if rope_type is not None and model_type in _CACHE_DROPPING_MODELS:
             raise ValueError(
@@ -85,6 +97,27 @@ class ServedModel:
                     f"layer {layer_idx} of {name} is {its}, the cache was built for {ours}; build "
                     "the cache from model.config."
                 )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps states."""
+        return any(layer.num_states for layer in self.layers)
+
+    def check_can_take_back(self, asked: str) -> None:
+        """Checks that tokens can be taken away again.
+
+        Args:
+            asked: What needs that.
+
+        Raises:
+            ValueError: If some layer keeps a state that has read them.
+        """
+        if self.has_states:
+            raise ValueError(
+                f"{asked} is not possible: {self._first_stateful} keeps a state that cannot give "
+                "tokens back. Decode without candidates (no assistant_model, no prompt lookup), "
+                "and start rows again with cache.reset()."
+            )
 
     def check_reach(self, prefix: Prefix, shared_len: int) -> None:
         """Checks that every layer of a prefix holds what a query after `shared_len` tokens sees.
@@ -127,6 +160,11 @@ class ServedModel:
         Raises:
             ValueError: If padded rows cannot be right.
         """
+        if self.has_states:
+            raise ValueError(
+                f"{self._first_stateful} keeps a state that would read pads as tokens, so rows of "
+                "different length cannot be right. Run rows of equal length, or one at a time."
+            )
         if not takes_positions and self.model_type not in _POSITIONS_FROM_MASK:
             raise ValueError(
                 f"{self.model_type} takes no position_ids and counts pads as positions, so padded "
@@ -138,6 +176,11 @@ class ServedModel:
                 f"pads among them; {num_columns} padded columns cannot be right. Run rows of "
                 "equal length, or one at a time."
             )
+
+    @property
+    def _first_stateful(self) -> str:
+        layer_idx, layer = next((i, kind) for i, kind in enumerate(self.layers) if kind.num_states)
+        return f"layer {layer_idx} of {self.model_type} ({layer.name})"
 
 
 def _kind(config: PreTrainedConfig, layer_idx: int, layer: Any) -> LayerKind:
@@ -151,10 +194,13 @@ def _kind(config: PreTrainedConfig, layer_idx: int, layer: Any) -> LayerKind:
         "chunked_attention",
     ):
         return LayerKind(window=Window(layer.sliding_window, name == "chunked_attention"))
+    kind = stateful_kind(config.model_type, name, layer)
+    if kind is not None:
+        return kind
     raise ValueError(
         f"layer {layer_idx} of {config.model_type} is of kind {name}; this cache serves "
-        "full_attention, sliding_attention and chunked_attention layers. Use DynamicCache for this "
-        "model."
+        "full_attention, sliding_attention and chunked_attention layers, and layers with states in "
+        f"{', '.join(EXACT_HYBRIDS)}. Use DynamicCache for this model."
     )
 
 

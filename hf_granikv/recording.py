@@ -1,7 +1,7 @@
-"""Computing the keys and values of a prefix."""
+"""Running a model over a prefix, and what its layers keep of it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,24 +10,39 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_granikv.announce import forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.pools.row_states import LayerStates
+from hf_granikv.recurrent import states_of
 from hf_granikv.views import LayerKind
+
+# a row that is exactly the prefix computes so many of its tokens again where layers keep states.
+# Two, since models run a single token through other code, and in zamba2 with another result
+NUM_REPEATED = 2
+
+
+class Recording(NamedTuple):
+    """What the layers of a model keep of a prefix.
+
+    Attributes:
+        keys_and_values: Per layer, `[num_kv_heads, num_kept, head_dim]` each: all tokens, or the
+            last ones that a window can still see when the last token of the prefix is computed
+            again. Layers that store nothing have no heads.
+        states: The number of first tokens -> per layer with states, what they are after them.
+    """
+
+    keys_and_values: list[tuple[Tensor, Tensor]]
+    states: dict[int, list[LayerStates]]
 
 
 def record(
     model: PreTrainedModel, ids: Tensor, kinds: Sequence[LayerKind], chunk_size: int | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Runs a model over a prefix.
+) -> Recording:
+    """Runs a model over a prefix, stopping for a record of the states if layers keep any.
 
     Args:
         model: The model, without its head on top where it has one.
         ids: `[1, prefix_len]` token ids.
         kinds: What each layer asks of a cache.
         chunk_size: The most tokens of one forward, which bounds its activations; None for all.
-
-    Returns:
-        Per layer keys and values, `[num_kv_heads, num_kept, head_dim]`: all tokens, or the last ones
-        that a window can still see when the last token of the prefix is computed again. Layers that
-        store nothing have no heads.
 
     Raises:
         ValueError: If the model does not keep its keys and values in the cache it is given.
@@ -38,12 +53,24 @@ def record(
     if any(kind.window is not None for kind in kinds):
         # a local layer would keep one token less than a row needs that is exactly the prefix
         recorder.activate_past_recording()
-    size = chunk_size or prefix_len
-    for start in range(0, prefix_len, size):
-        _run(model, ids[:, start : start + size], start, recorder)
-    return [
+    stateful = [recorder.layers[i] for i, kind in enumerate(kinds) if kind.num_states]
+    # rows may always compute the whole prefix again
+    states: dict[int, list[LayerStates]] = {0: []} if stateful else {}
+    recorded = {prefix_len - NUM_REPEATED, prefix_len} if stateful else {prefix_len}
+    stops = {*range(chunk_size or prefix_len, prefix_len, chunk_size or prefix_len), *recorded}
+    start = 0
+    for stop in sorted(stop for stop in stops if stop > 0):
+        _run(model, ids[:, start:stop], start, recorder)
+        start = stop
+        if stateful and stop in recorded:
+            # the next part writes over them
+            states[stop] = [
+                {key: t.clone() for key, t in states_of(layer).items()} for layer in stateful
+            ]
+    pairs = [
         _kept(model, layer, kind, ids) for layer, kind in zip(recorder.layers, kinds, strict=True)
     ]
+    return Recording(pairs, states)
 
 
 def _run(model: PreTrainedModel, ids: Tensor, start: int, recorder: DynamicCache) -> None:

@@ -12,9 +12,9 @@ from hf_granikv.config import CacheOptions
 from hf_granikv.errors import UnannouncedForwardError
 from hf_granikv.inputs import Bools, HeldRows, Layout
 from hf_granikv.journal import Journal
-from hf_granikv.pools import ColdPool, HotPool, Prefix
+from hf_granikv.pools import ColdPool, HotPool, Prefix, RowStates
 from hf_granikv.pools.cold import ColdWrite
-from hf_granikv.views import CacheStats, LayerKind, StepPlan
+from hf_granikv.views import LayerKind, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,11 @@ class CacheState:
         has_windows: Whether some layer is local.
         hot: The pool of prefixes, shared with every fork.
         cold: The pool of private tokens, this cache's own.
+        row_states: What layers keep of the rows that do not keep tokens.
         prefix: The prefix that rows start from; None for a plain cache.
         shared_len: Prefix tokens that the rows see; less than the prefix after a crop into it.
         num_columns: Mask columns since the prefix.
+        peak_bytes: The most that rows of batches before this one held, since the last release.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
         recounts_positions: Whether `generate` runs rows that end in pads; it counts their positions
@@ -48,6 +50,7 @@ class CacheState:
         self.options = options
         self.hot = hot
         self.cold = ColdPool(len(layers), limit=options.cold_slots)
+        self.row_states = RowStates()
         self.journal = Journal()
         self.prefix: Prefix | None = None
         self.shared_len = 0
@@ -60,6 +63,7 @@ class CacheState:
         self._step: Step | None = None
         self._num_written = 0
         self._shared_before: int | None = None
+        self.peak_bytes = 0
         self._hold: finalize | None = None
 
     @property
@@ -74,10 +78,15 @@ class CacheState:
 
     def held_rows(self) -> HeldRows:
         """The rows as `inputs` needs to see them."""
+        starts = () if self.prefix is None else self.prefix.states
         if not self.num_rows:
-            return HeldRows(self.shared_len, None, None, False, self.has_windows)
-        lengths, owned = self.cold.table.lengths, self._owned_columns()
-        return HeldRows(self.shared_len, lengths, owned, self.recounts_positions, self.has_windows)
+            return HeldRows(self.shared_len, None, None, False, self.has_windows, starts)
+        lengths, owned, recounts = (
+            self.cold.table.lengths,
+            self._owned_columns(),
+            self.recounts_positions,
+        )
+        return HeldRows(self.shared_len, lengths, owned, recounts, self.has_windows, starts)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -88,8 +97,17 @@ class CacheState:
         return self.num_held
 
     def stage(self, layout: Layout) -> None:
-        """Notes how the coming forward is laid out; nothing changes until its first layer."""
+        """Notes how the coming forward is laid out; no token changes until its first layer.
+
+        Raises:
+            TornStateError: If it would go on from states that a failed forward has changed.
+        """
         self.settle()
+        if layout.starts_batch:
+            stored = () if self.prefix is None else self.prefix.states.get(layout.shared_len, ())
+            self.peak_bytes = max(self.peak_bytes, self.private_bytes)
+            self.row_states.begin(stored, len(layout.owned))
+        self.row_states.open_step()
         self._staged = layout
 
     def begin_step(self, key_states: Tensor) -> Step:
@@ -100,9 +118,11 @@ class CacheState:
 
         Raises:
             ColdPoolFullError: Before anything is changed.
+            TornStateError: If a failed forward has changed the states of the rows.
             UnannouncedForwardError: If there is a prefix and the inputs of this forward are unknown.
             ValueError: If the rows are not those held.
         """
+        self.row_states.check_whole()
         num_rows, _, q_len, _ = key_states.shape
         layout, self._staged = self._staged, None
         if layout is None or layout.owned.shape != (num_rows, q_len):
@@ -111,7 +131,7 @@ class CacheState:
         self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
         self._shared_before = None
         if layout.starts_batch:
-            self._shared_before = self._whole_len if self.num_rows else self.shared_len
+            self._shared_before = self._reset_shared_len
             self._start_rows(num_rows, layout.shared_len)
             self.recounts_positions = layout.recounts_positions
         before = self.cold.table.lengths
@@ -150,15 +170,25 @@ class CacheState:
         self.cold.write(layer_idx, self.current_step().write, key_states, value_states)
         self._num_written += 1
 
-    def settle(self) -> None:
-        """Drops what a forward left that failed before, or after, its first layer stored."""
-        self._staged = None
-        if self._step is not None and self._num_written < sum(
-            layer.stores for layer in self.layers
-        ):
+    def settle(self, *, is_complete: bool = False) -> None:
+        """Drops what a forward left that failed, as one does that is not known to be complete."""
+        staged, self._staged = self._staged, None
+        num_storing = sum(layer.stores for layer in self.layers)
+        is_half = self._step is not None and self._num_written < num_storing
+        shared_before = self._shared_before
+        if staged is not None:
+            shared_before = self._reset_shared_len if staged.starts_batch else None
+        if is_half:
+            assert self._step is not None
             self.crop(self._step.plan.q_len)
-            if self._shared_before is not None:
-                self._start_rows(0, self._shared_before)
+        has_failed = is_half or (self.row_states.is_open and not is_complete)
+        if has_failed and shared_before is not None:
+            self._start_rows(0, shared_before)
+            self.row_states.release()
+        elif is_half and not self.row_states.is_open:
+            self.row_states.tear()
+        else:
+            self.row_states.close_step(has_failed=has_failed)
 
     def crop(self, num_columns: int) -> None:
         """Takes the last columns away, those of the prefix last; the prefix itself stays."""
@@ -184,6 +214,7 @@ class CacheState:
                 f"{self.num_rows - 1}."
             )
         self.cold.select(indices)
+        self.row_states.select(indices)
         self._owned = None if self._owned is None else self._owned[indices]
 
     def check_takes_prefix(self) -> None:
@@ -215,11 +246,13 @@ class CacheState:
         """Frees everything private; the prefix stays and is whole again."""
         self._start_rows(0, self._whole_len)
         self.cold.release()
+        self.row_states.release()
+        self.peak_bytes = 0
         self.is_generation_pending = False
         self._staged = self._step = None
 
     def fork(self) -> "CacheState":
-        """An independent state over the same HOT pool."""
+        """An independent state over the same HOT pool; the row states are the layers' to copy."""
         twin = CacheState(self.layers, self.options, self.hot)
         twin.cold = self.cold.copy()
         if self.prefix is not None:
@@ -230,38 +263,19 @@ class CacheState:
         twin._owned = None if self._owned is None else self._owned.copy()
         return twin
 
-    def stats(self) -> CacheStats:
-        """What is held now."""
-        hot_bytes = 0 if self.prefix is None else self.prefix.num_bytes
-        cold_bytes = self.cold.num_bytes
-        return CacheStats(
-            hot_bytes=hot_bytes,
-            cold_bytes=cold_bytes,
-            peak_bytes=max(self.cold.peak_bytes, cold_bytes) + hot_bytes,
-            hot_tokens=self._whole_len,
-            cold_tokens=self.cold.num_tokens,
-            dense_equivalent_bytes=self.num_rows * self._dense_bytes_per_row(),
-            prefix_groups=int(self.prefix is not None and self.num_rows > 0),
-            backend_steps=dict(self.journal.backend_steps),
-        )
+    @property
+    def private_bytes(self) -> int:
+        """Bytes of what rows hold of their own."""
+        return self.cold.num_bytes + self.row_states.num_bytes
 
     @property
     def _whole_len(self) -> int:
         return 0 if self.prefix is None else self.prefix.num_tokens
 
-    def _dense_bytes_per_row(self) -> int:
-        num_bytes = 0
-        for layer_idx, layer in enumerate(self.layers):
-            held: tuple[Tensor | None, Tensor | None] = self.cold.storage(layer_idx)
-            if self.prefix is not None:
-                held = self.prefix.keys[layer_idx], self.prefix.values[layer_idx]
-            num_tokens = self.num_held
-            if layer.window is not None:
-                num_tokens = min(num_tokens, layer.window.size - 1)
-            num_bytes += num_tokens * sum(
-                t.shape[0] * t.shape[2] * t.element_size() for t in held if t is not None
-            )
-        return num_bytes
+    @property
+    def _reset_shared_len(self) -> int:
+        """Prefix tokens that rows see once those held now are gone."""
+        return self._whole_len if self.num_rows else self.shared_len
 
     def _start_rows(self, num_rows: int, shared_len: int) -> None:
         self.cold.begin(num_rows)
@@ -270,12 +284,8 @@ class CacheState:
 
     def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
         if self.prefix is not None:
-            raise UnannouncedForwardError(
-                "a forward pass reached the cache through a model that it does not know, so which "
-                "columns are pads or repeat the prefix cannot be told. Use the model that prefilled "
-                "the cache, call cache.attach(model) for another object with the same weights, and "
-                "call the model itself, not its forward method."
-            )
+            self.row_states.tear()
+            raise UnannouncedForwardError
         if self.num_rows and self.num_rows != num_rows:
             raise ValueError(
                 f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "

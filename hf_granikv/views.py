@@ -55,10 +55,14 @@ class LayerKind:
     Attributes:
         stores: Whether it stores keys and values; one that reads another layer's does not.
         window: What it sees; None = everything before.
+        num_states: Recurrent or convolution states that it keeps, of each sort.
+        name: The config's word for a layer that keeps states.
     """
 
     stores: bool = True
     window: Window | None = None
+    num_states: int = 0
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

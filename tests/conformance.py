@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from families import DENSE_ROUTE, LOCAL, REFUSED, SHARED_PATH, Family
+from families import DENSE_ROUTE, HYBRIDS, LOCAL, REFUSED, SHARED_PATH, Family
 from prompts import left_padded, middle_padded, suffix_only, suffixes, tokens, whole
 from torch import Tensor
 
@@ -103,6 +103,8 @@ def table() -> str:
     ]
     lines += [f"| {', '.join(families)} | {kind} |" for kind, families in KINDS.items()]
     lines += [
+        f"| {', '.join(HYBRIDS)} | hybrids, rows of one length only; tested in "
+        "`tests/integration/test_hybrids.py` instead |",
         f"| {', '.join(REFUSED)} | refused when the cache is built, naming the layer's kind |",
         "",
         "Dense route: keys and values are put together for every forward, right but not faster; "

@@ -3,7 +3,7 @@ from functools import cache
 
 import pytest
 import torch
-from families import DENSE_ROUTE, LOCAL, REFUSED, SHARED_PATH
+from families import DENSE_ROUTE, HYBRIDS, LOCAL, REFUSED, SHARED_PATH
 from hypothesis import settings
 from transformers import PreTrainedModel
 
@@ -40,7 +40,7 @@ def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @cache
 def _shared_model(name: str, attention: str, **options: object) -> PreTrainedModel:
-    families = {**SHARED_PATH, **DENSE_ROUTE, **LOCAL, **REFUSED}
+    families = {**SHARED_PATH, **DENSE_ROUTE, **LOCAL, **HYBRIDS, **REFUSED}
     # seeded by the family, so that all attentions of one family have the same weights
     return families[name].model(attn_implementation=attention, **options)
 

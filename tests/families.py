@@ -159,9 +159,99 @@ LOCAL: dict[str, Family] = {
 }
 
 REFUSED: dict[str, Family] = {
-    "qwen3_next": Family("Qwen3NextConfig", {**_MOE, "head_dim": 8}),
-    "lfm2": Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
     "mamba2": Family("Mamba2Config", {"num_heads": 8, "head_dim": 8}),
+    "jamba": Family(
+        "JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+    ),
+    "bamba": Family("BambaConfig", {"attn_layer_indices": [1], "mamba_n_heads": 8}),
+    "lfm2_without_attention": Family("Lfm2Config", {"layer_types": ["conv", "conv"]}),
+}
+
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_SHARED_EXPERT: dict[str, Any] = {**_MOE, "shared_expert_intermediate_size": 32}
+
+# layers with recurrent or convolution state in front of, between, behind or inside attention layers
+HYBRIDS: dict[str, Family] = {
+    "qwen3_next": Family("Qwen3NextConfig", {**_DELTA, **_SHARED_EXPERT}),
+    "qwen3_5_text": Family("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeTextConfig", {**_DELTA, **_SHARED_EXPERT}),
+    "olmo_hybrid": Family("OlmoHybridConfig", {**_DELTA, "linear_num_key_heads": 4}),
+    "lfm2": Family(
+        "Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig",
+        {
+            **_MOE,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+        },
+    ),
+    "falcon_h1": Family(
+        "FalconH1Config",
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridConfig",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    # a single token of these two ignores the lower limit of time steps that several tokens keep to,
+    # with any cache: without that limit they are one model
+    "zamba2": Family(
+        "Zamba2Config",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+            "adapter_rank": 4,
+            "time_step_min": 1e-9,
+        },
+    ),
+    "nemotron_h": Family(
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 8,
+            "head_dim": 8,
+            "time_step_min": 1e-9,
+        },
+    ),
 }
 
 FamilyModel = Callable[[], PreTrainedModel]

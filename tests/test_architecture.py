@@ -29,10 +29,14 @@ ARROWS: dict[str, set[str]] = {
     "announce": set(),
     "masks": set(),
     "windows": set(),
-    "recording": {"announce"},
-    "inputs": set(),
-    "layer_kinds": {"pools"},
+    "recording": {"announce", "pools", "recurrent"},
+    "prompt_checks": set(),
+    "inputs": {"prompt_checks"},
+    "hybrids": set(),
+    "layer_kinds": {"hybrids", "pools"},
     "state": {"pools", "inputs"},
+    "accounting": {"state"},
+    "recurrent": {"layer", "pools", "state"},
     "layer": {"lazy", "state"},
     "identity": set(),
     "known_models": {"identity"},
@@ -40,8 +44,8 @@ ARROWS: dict[str, set[str]] = {
     "prefix_inputs": set(),
     "in_process": set(),
     "cache": {
-        *("announce", "cut_prompts", "in_process", "inputs", "known_models", "layer"),
-        *("layer_kinds", "pools", "prefix_inputs", "recording", "state"),
+        *("accounting", "announce", "cut_prompts", "in_process", "inputs", "known_models"),
+        *("layer_kinds", "pools", "prefix_inputs", "recording", "recurrent", "state"),
     },
     "attention": {"backends", "dispatch", "kernels", "lazy", "masks", "windows"},
     "shared_prefix": set(),
@@ -66,8 +70,8 @@ ARROWS: dict[str, set[str]] = {
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
-    *("lazy", "tokenwise", "inputs", "shared_prefix", "state", "windows"),
-    *("cut_prompts", "identity", "known_models"),
+    *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
+    *("cut_prompts", "identity", "known_models", "windows"),
 }
 
 

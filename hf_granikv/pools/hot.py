@@ -1,12 +1,13 @@
 """Prefixes that many rows read: stored once, exactly, and never written again."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hf_granikv.errors import IntegrityError
+from hf_granikv.pools.row_states import LayerStates
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +19,15 @@ class Prefix:
         keys: One `[num_kv_heads, num_tokens - start, head_dim]` contiguous tensor per layer.
         values: Likewise.
         starts: Per layer, the first token that is stored: not 0 where a window cannot see further.
+        states: For layers that keep states: the number of first tokens -> what the states are after
+            them, `[1, ...]` each; rows can start from nowhere else. Empty without such layers.
     """
 
     token_ids: Tensor
     keys: tuple[Tensor, ...] = field(repr=False)
     values: tuple[Tensor, ...] = field(repr=False)
     starts: tuple[int, ...] = field(repr=False)
+    states: Mapping[int, tuple[LayerStates, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -33,7 +37,12 @@ class Prefix:
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages held, whatever the number of readers."""
-        return sum(t.untyped_storage().nbytes() for t in (*self.keys, *self.values))
+        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that is stored, except the ids."""
+        states = [t for at in self.states.values() for layer in at for t in layer.values()]
+        return [*self.keys, *self.values, *states]
 
 
 class HotPool:
@@ -62,13 +71,19 @@ class HotPool:
         """Tokens of all prefixes held."""
         return sum(prefix.num_tokens for prefix in self._holders)
 
-    def seal(self, token_ids: Tensor, keys_and_values: Iterable[tuple[Tensor, Tensor]]) -> Prefix:
+    def seal(
+        self,
+        token_ids: Tensor,
+        keys_and_values: Iterable[tuple[Tensor, Tensor]],
+        states: Mapping[int, Iterable[LayerStates]] | None = None,
+    ) -> Prefix:
         """Takes ownership of freshly computed keys and values, and holds them once.
 
         Args:
             token_ids: `[num_tokens]` the ids they were computed from.
             keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors, or the
                 last tokens of them.
+            states: See `Prefix`.
         """
         pairs = [(_exact(k), _exact(v)) for k, v in keys_and_values]
         prefix = Prefix(
@@ -76,6 +91,10 @@ class HotPool:
             keys=tuple(k for k, _ in pairs),
             values=tuple(v for _, v in pairs),
             starts=tuple(len(token_ids) - k.shape[1] for k, _ in pairs),
+            states={
+                num_tokens: tuple({key: _exact(t) for key, t in layer.items()} for layer in layers)
+                for num_tokens, layers in (states or {}).items()
+            },
         )
         self._holders[prefix] = 1
         self._seals[prefix] = _seal_marks(prefix)
@@ -102,7 +121,7 @@ class HotPool:
                 raise IntegrityError(f"{prefix} is kept with {holders} holders.")
             if _seal_marks(prefix) != self._seals[prefix]:
                 raise IntegrityError(f"{prefix} was written to or moved after it was sealed.")
-            for tensor in (*prefix.keys, *prefix.values):
+            for tensor in prefix.tensors():
                 exact = tensor.numel() * tensor.element_size()
                 if tensor.untyped_storage().nbytes() != exact or not tensor.is_contiguous():
                     raise IntegrityError(
@@ -123,4 +142,4 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _seal_marks(prefix: Prefix) -> tuple[tuple[int, int], ...]:
-    return tuple((t.data_ptr(), t._version) for t in (*prefix.keys, *prefix.values))
+    return tuple((t.data_ptr(), t._version) for t in prefix.tensors())

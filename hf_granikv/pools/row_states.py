@@ -1,0 +1,159 @@
+"""States of layers that do not keep tokens: recurrent and convolution states."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_granikv.errors import IntegrityError, TornStateError
+
+
+class StateKey(NamedTuple):
+    """Which state of a layer: `"conv_states"` or `"recurrent_states"`, and which of them."""
+
+    kind: str
+    state_idx: int
+
+
+# the states of one layer, `[num_rows, ...]` each; empty before the first token
+LayerStates = Mapping[StateKey, Tensor]
+
+
+class StatefulLayer(Protocol):
+    """A layer that models read and write the states of."""
+
+    def states(self) -> dict[StateKey, Tensor]:
+        """The states now, none before the first token."""
+        ...
+
+    def load(self, states: LayerStates) -> None:
+        """Takes these tensors for its states; none is as before the first token."""
+        ...
+
+
+class RowStates:
+    """The states of the rows of a batch, one layer after the other.
+
+    ```
+    stored with the prefix   layer 0  [1, ...]                        layer 2  [1, ...]
+    the rows' own            layer 0  [num_rows, ...]                 layer 2  [num_rows, ...]
+    ```
+
+    A forward writes over the states of its rows, so each row starts from a copy, and what a
+    forward that failed has written cannot be taken back: such rows are torn.
+
+    Args:
+        layers: The layers that keep states.
+    """
+
+    def __init__(self, layers: Sequence[StatefulLayer] = ()) -> None:
+        self._layers = layers
+        self._is_torn = False
+        # what the states were when the forward under way began; None between forwards
+        self._marks: list[tuple[int, int]] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages held."""
+        return sum(t.untyped_storage().nbytes() for t in self._tensors())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward has been announced and not been settled."""
+        return self._marks is not None
+
+    def begin(self, stored: Sequence[LayerStates], num_rows: int) -> None:
+        """Starts rows from copies of the states of a prefix.
+
+        Args:
+            stored: Per layer, `[1, ...]` states; nothing at all for rows that start empty.
+            num_rows: Rows of the batch.
+        """
+        self.release()
+        if stored:
+            self._load(stored, lambda t: _copied(t.expand(num_rows, *t.shape[1:])))
+
+    def open_step(self) -> None:
+        """Notes the states as they are before a forward.
+
+        Raises:
+            TornStateError: If the rows are torn.
+        """
+        self.check_whole()
+        if self._layers:
+            self._marks = self._marks_now()
+
+    def close_step(self, *, has_failed: bool) -> None:
+        """Ends a forward; one that failed tears the rows if it has written to any state."""
+        marks, self._marks = self._marks, None
+        self._is_torn |= has_failed and marks is not None and marks != self._marks_now()
+        for state in self._tensors():
+            # nothing flows back through the cache
+            if state.requires_grad:
+                state.detach_()
+
+    def tear(self) -> None:
+        """Notes that the states may be ahead of what else is held of the rows."""
+        self._marks, self._is_torn = None, bool(self._layers)
+
+    def check_whole(self) -> None:
+        """Checks that the states are those of the tokens held.
+
+        Raises:
+            TornStateError: If a forward that failed has changed them.
+        """
+        if self._is_torn:
+            raise TornStateError(
+                "a forward pass failed after it had changed recurrent states of the rows, which "
+                "cannot be taken back; start the rows again: call cache.reset(), or generate."
+            )
+
+    def select(self, indices: NDArray[np.int64]) -> None:
+        """Makes row i the former row `indices[i]`; each row has states of its own."""
+        index = torch.from_numpy(indices)
+        held = [layer.states() for layer in self._layers]
+        self._load(held, lambda t: t.index_select(0, index.to(t.device)))
+
+    def release(self) -> None:
+        """Forgets all rows."""
+        self._marks, self._is_torn = None, False
+        for layer in self._layers:
+            layer.load({})
+
+    def copy_from(self, other: "RowStates") -> None:
+        """Takes over the rows of another cache, as copies."""
+        self._is_torn = other._is_torn
+        self._load([layer.states() for layer in other._layers], _copied)
+
+    def check_integrity(self, num_rows: int) -> None:
+        """Checks that every state has the rows of the batch.
+
+        Raises:
+            IntegrityError: With the numbers.
+        """
+        for layer_idx, layer in enumerate(self._layers):
+            for key, state in layer.states().items():
+                if state.shape[0] != num_rows and not self._is_torn:
+                    raise IntegrityError(
+                        f"{key.kind}[{key.state_idx}] of stateful layer {layer_idx} has "
+                        f"{state.shape[0]} rows, the batch {num_rows}."
+                    )
+
+    def _load(self, states: Sequence[LayerStates], change: Callable[[Tensor], Tensor]) -> None:
+        # never inference tensors, or a later forward outside inference mode could not write to them
+        with torch.inference_mode(False):
+            for layer, of_layer in zip(self._layers, states, strict=True):
+                layer.load({key: change(state.detach()) for key, state in of_layer.items()})
+
+    def _tensors(self) -> list[Tensor]:
+        return [state for layer in self._layers for state in layer.states().values()]
+
+    def _marks_now(self) -> list[tuple[int, int]]:
+        return [(state.data_ptr(), state._version) for state in self._tensors()]
+
+
+def _copied(state: Tensor) -> Tensor:
+    return torch.empty_like(state, memory_format=torch.contiguous_format).copy_(state)

@@ -1,0 +1,100 @@
+"""Whether the prompts of a `generate` call go with the prefix in store."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> None:
+    """Checks that positions of the caller's own are those counted from the mask.
+
+    Args:
+        kwargs: The arguments of the forward.
+        counted: `[num_rows, num_ids]` the position of each new column.
+        is_real: `[num_rows, num_ids]` False for pads.
+
+    Raises:
+        ValueError: Naming the first that differs.
+    """
+    given = kwargs.get("position_ids")
+    if given is None or given.ndim != 2:
+        return
+    differs = is_real & (given.cpu().numpy() != counted)
+    if differs.any():
+        row, column = np.argwhere(differs)[0]
+        at = given.expand(len(counted), -1)[row, column]
+        raise ValueError(
+            f"position_ids has {at} at new column {column} of row {row}, which is token "
+            f"{counted[row, column]} of the row; a prefix is stored with positions counted from 0. "
+            "Leave position_ids out."
+        )
+
+
+def check_embeds(embeds: Tensor, is_real: Bools, hidden: Ints, prefix_embeds: Tensor) -> None:
+    """Checks that embeddings of whole prompts start with those of the prefix.
+
+    Args:
+        embeds: `[num_rows, num_ids, hidden_size]`.
+        is_real: `[num_rows, num_ids]` False for pads.
+        hidden: `[num_rows]` tokens of the prefix that come before the new columns.
+        prefix_embeds: `[prefix_len, hidden_size]`.
+
+    Raises:
+        ValueError: Naming the first position that differs.
+    """
+    for row, start in enumerate(hidden):
+        columns = torch.from_numpy(np.flatnonzero(is_real[row])[: len(prefix_embeds) - start])
+        repeated = embeds[row, columns.to(embeds.device)]
+        expected = prefix_embeds[start : start + len(repeated)]
+        same = torch.isclose(repeated.detach(), expected.to(repeated.dtype), rtol=1e-3, atol=1e-5)
+        wrong = torch.nonzero(~same.all(-1))
+        if len(wrong):
+            raise ValueError(
+                f"row {row} of inputs_embeds differs from the prefix at position "
+                f"{start + int(wrong[0])}. Pass embeddings of whole prompts that start with the "
+                "prefix; or, with the suffix alone, an attention_mask over prefix and suffix."
+            )
+
+
+def check_contains_prefix(
+    kwargs: dict[str, Any], lengths: Ints, is_real: Bools, hidden: Ints, prefix_ids: Ints
+) -> None:
+    """Checks that every row starts with the whole prefix.
+
+    Args:
+        kwargs: The arguments of the forward.
+        lengths: `[num_rows]` tokens of each row, the hidden ones included.
+        is_real: `[num_rows, num_ids]` False for pads.
+        hidden: `[num_rows]` tokens of the prefix that come before the new columns.
+        prefix_ids: `[prefix_len]`.
+
+    Raises:
+        ValueError: Naming the row, and the first token that differs.
+    """
+    prefix_len = len(prefix_ids)
+    input_ids = kwargs.get("input_ids")
+    ids = None if input_ids is None or not input_ids.shape[1] else input_ids.cpu().numpy()
+    for row, (length, start) in enumerate(zip(lengths, hidden, strict=True)):
+        if ids is not None:
+            repeated = ids[row][is_real[row]][: prefix_len - start]
+            expected = prefix_ids[start : start + len(repeated)]
+            wrong = np.flatnonzero(repeated != expected)
+            if len(wrong):
+                at = int(wrong[0])
+                raise ValueError(
+                    f"row {row} has token {repeated[at]} at position {start + at}, the prefix has "
+                    f"{expected[at]} there. Pass whole prompts that start with the prefix; or, "
+                    "with the suffix alone, an attention_mask over prefix and suffix."
+                )
+        if length < prefix_len:
+            raise ValueError(
+                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
+                "whole prompts that start with the prefix; or, with the suffix alone, an "
+                "attention_mask over prefix and suffix."
+            )
