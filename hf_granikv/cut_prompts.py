@@ -44,7 +44,7 @@ class CutPrompt:
     version sends them all the same), some forwards get one column of pads, which owns no slot.
 
     Attributes:
-        first_column: Where the given ids start that have to be sent.
+        first_column: Where whole prompts have to be sent from; suffix-only ids all are.
         chunks: The ids of each forward, `[num_rows, chunk_len]`, as `generate` sends them.
         layout: What `[num_rows, q_len]` columns have to be computed, over all forwards.
         columns: Ids, positions and the like of those columns, each `[num_rows, q_len]`.
@@ -93,10 +93,9 @@ class CutPrompt:
         columns: dict[str, Tensor] = {
             name: tensor for name in _PER_TOKEN if (tensor := kwargs.get(name)) is not None
         }
-        is_whole = mask is not None and mask.shape[1] == ids.shape[1]
         num_held = 0 if layout.starts_batch or held.owned is None else held.owned.shape[1]
         return cls(
-            first_column=max(0, ids.shape[1] - layout.owned.shape[1]) if is_whole else 0,
+            first_column=max(0, ids.shape[1] - layout.owned.shape[1]),
             chunks=torch.split(ids, size, dim=-1),
             layout=layout,
             columns=columns,

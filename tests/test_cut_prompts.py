@@ -1,6 +1,7 @@
 """Prompts and prefixes in chunks, against uncached generation of each row alone."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -32,7 +33,15 @@ Build = Callable[..., PreTrainedModel]
 P = len(PREFIX)
 SUFFIXES = suffixes(*SUFFIX_LENGTHS)
 ROWS = whole(SUFFIXES)
+PADS = torch.zeros(len(ROWS), 4, dtype=torch.int64)
+PADDED = suffix_only(SUFFIXES)
 LAYOUTS: dict[str, Any] = {
+    "suffix_only_with_more_pads": {
+        "input_ids": torch.cat([PADS, PADDED["input_ids"]], 1),
+        "attention_mask": torch.cat(
+            [PADDED["attention_mask"][:, :P], PADS, PADDED["attention_mask"][:, P:]], 1
+        ),
+    },
     "left_padded": left_padded(ROWS),
     "more_pads_than_needed": left_padded(ROWS, extra=3),
     "suffix_only": suffix_only(SUFFIXES),
@@ -178,6 +187,25 @@ def test_a_call_that_fails_between_chunks_leaves_nothing(model: PreTrainedModel)
         want = model(input_ids=whole_rows, use_cache=False).logits[:, P:]
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     assert new_tokens(model, left_padded(ROWS), **cached(cache)) == alone(model, ROWS)
+
+
+def test_a_call_given_up_before_its_first_chunk_leaves_nothing(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids of that chunk, in a plain forward, are tokens like any others; no pads are known."""
+    cache, inputs = prefilled(model), suffix_only(suffixes(6, 3))
+    # generate looks at the signature first
+    give_up = wraps(model.prepare_inputs_for_generation)(lambda *_, **__: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "prepare_inputs_for_generation", give_up)
+        with pytest.raises(ZeroDivisionError):
+            new_tokens(model, inputs, prefill_chunk_size=2, **cached(cache))
+    ids = inputs["input_ids"][:, :2]
+    with torch.no_grad():
+        got = model(input_ids=ids, **cached(cache)).logits
+        whole_rows = torch.cat([prefix_ids().expand(2, -1), ids], 1)
+        want = model(input_ids=whole_rows, use_cache=False).logits[:, P:]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
 OTHER = [*PREFIX[:9], 3 if PREFIX[9] != 3 else 4, *PREFIX[10:], 5, 6]
