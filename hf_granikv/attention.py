@@ -142,7 +142,7 @@ class _StepWork:
 
 def _shared(query: Tensor, step: LayerStep, rule: _ScoreRule) -> Tensor:
     scratch, keys, values = step.plan.scratch, step.prefix_keys, step.prefix_values
-    key = (query.shape, keys.shape[0], query.dtype, step.window, rule.softcap is not None)
+    key = (query.shape, keys.shape[0], query.device, step.window, rule.softcap is not None)
     work = scratch.get(key)
     if work is None:
         work = scratch[key] = _prepare(query, step, rule)
@@ -209,7 +209,10 @@ def _prepare(query: Tensor, step: LayerStep, rule: _ScoreRule) -> _StepWork:
         num_tokens = common_start - local.fringe_start
         shape = _group_shape(query, step, num_tokens, rule)
         _note(step, "per_row", f"{_sized(shape)} that only some rows still see")
-    ready = [None if m is None else prepare_mask(m, query.dtype) for m in (mask, fringe_mask)]
+    ready = [
+        None if m is None else prepare_mask(m.to(query.device), query.dtype)
+        for m in (mask, fringe_mask)
+    ]
     return _StepWork(backend, ready[0], local, ready[1])
 
 

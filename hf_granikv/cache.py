@@ -57,11 +57,7 @@ class AsymmetricPagedCache(InProcessCache):
     _cut_prompt: CutPrompt | None
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        *,
-        dispatch: str = "auto",
-        cold_slots: int | None = None,
+        self, config: PreTrainedConfig, *, dispatch: str = "auto", cold_slots: int | None = None
     ) -> None:
         options = CacheOptions(dispatch=dispatch, cold_slots=cold_slots)
         self._served = ServedModel.from_config(config)
@@ -193,10 +189,8 @@ class AsymmetricPagedCache(InProcessCache):
             self._served.check_length(prefix.num_tokens, int(positions.max()) + 1)
         if not takes_positions:
             kwargs.pop("position_ids", None)
-        if layout.dense_reason is None:
-            mask = kwargs.get("attention_mask")
-            if mask is not None:
-                self._served.check_padding(mask.shape[-1], takes_positions=takes_positions)
+        if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
+            self._served.check_padding(mask.shape[-1], takes_positions=takes_positions)
         self._served.check_reach(prefix, layout.shared_len)
         state.stage(layout)
         self._cut_prompt = cut

@@ -218,4 +218,4 @@ def _columns(tokens: Tensor, index: Tensor, dim: int) -> Tensor:
     shape[dim] = index.shape[1]
     spread = [len(index), *[1] * (tokens.ndim - 1)]
     spread[dim] = index.shape[1]
-    return tokens.gather(dim, index.view(spread).expand(shape))
+    return tokens.gather(dim, index.to(tokens.device).view(spread).expand(shape))

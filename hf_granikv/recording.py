@@ -57,9 +57,8 @@ def record(
     # rows may always compute the whole prefix again
     states: dict[int, list[LayerStates]] = {0: []} if stateful else {}
     recorded = {prefix_len - NUM_REPEATED, prefix_len} if stateful else {prefix_len}
-    stops = {*range(chunk_size or prefix_len, prefix_len, chunk_size or prefix_len), *recorded}
     start = 0
-    for stop in sorted(stop for stop in stops if stop > 0):
+    for stop in _stops(prefix_len, chunk_size or prefix_len, recorded, has_states=bool(stateful)):
         _run(model, ids[:, start:stop], start, recorder)
         start = stop
         if stateful and stop in recorded:
@@ -71,6 +70,20 @@ def record(
         _kept(model, layer, kind, ids) for layer, kind in zip(recorder.layers, kinds, strict=True)
     ]
     return Recording(pairs, states)
+
+
+def _stops(prefix_len: int, size: int, recorded: set[int], *, has_states: bool) -> list[int]:
+    """Where forwards end: at `recorded` and after at most about `size` tokens each.
+
+    Where layers keep states no forward is of a single token; it may be of one more than `size`.
+    """
+    stops, last = {stop for stop in recorded if stop > 0}, 0
+    for stop in range(size, prefix_len, size):
+        is_lone = stop - last < 2 or any(abs(stop - other) == 1 for other in recorded)
+        if not (has_states and is_lone):
+            stops.add(stop)
+            last = stop
+    return sorted(stops)
 
 
 def _run(model: PreTrainedModel, ids: Tensor, start: int, recorder: DynamicCache) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from weakref import finalize
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hf_granikv.config import CacheOptions
@@ -15,6 +14,7 @@ from hf_granikv.journal import Journal
 from hf_granikv.pools import ColdPool, HotPool, Prefix, RowStates
 from hf_granikv.pools.cold import ColdWrite
 from hf_granikv.views import LayerKind, StepPlan
+from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,8 @@ class CacheState:
         starts = () if self.prefix is None else self.prefix.states
         if not self.num_rows:
             return HeldRows(self.shared_len, None, None, False, self.has_windows, starts)
-        lengths, owned, recounts = (
-            self.cold.table.lengths,
-            self._owned_columns(),
-            self.recounts_positions,
-        )
+        lengths, owned = self.cold.table.lengths, self._owned_columns()
+        recounts = self.recounts_positions
         return HeldRows(self.shared_len, lengths, owned, recounts, self.has_windows, starts)
 
     def seq_length(self, layer_step_id: int) -> int:
@@ -139,13 +136,13 @@ class CacheState:
         source = None if is_even else np.flatnonzero(layout.owned)
         # without a prefix the cache replaces DynamicCache and must not hold more than it does
         spare = 1 / 128 if self.prefix is None else 1 / 8
-        write = self.cold.extend(counts, source, key_states.device, spare=spare)
+        write = self.cold.extend(counts, source, spare=spare)
         if self._owned is not None or not is_even:
             self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
         self.num_columns += q_len
         self.step_id += 1
         self._num_written = 0
-        plan = self._plan(layout, before, key_states.device)
+        plan = self._plan(layout, before)
         self._step = Step(plan, write)
         return self._step
 
@@ -294,39 +291,23 @@ class CacheState:
         starts_batch = not self.num_rows
         return Layout(starts_batch, self.shared_len, np.ones((num_rows, q_len), dtype=bool))
 
-    def _plan(self, layout: Layout, before: np.ndarray, device: torch.device) -> StepPlan:
-        lengths, q_len = self.cold.table.lengths, layout.owned.shape[1]
-        mask = None
-        if self.prefix is not None and not (q_len == 1 and len(set(lengths.tolist())) == 1):
-            seen = before[:, None] + layout.owned.cumsum(1)  # [rows, q_len]
-            seen = seen[:1] if (seen == seen[0]).all() else seen
-            visible = np.arange(self.cold.table.max_length) < seen[:, :, None]
-            mask = torch.from_numpy(visible[:, None]).to(device)
-        positions = self.shared_len + before[:, None] + layout.owned.cumsum(1) - 1
-        column_index = dense_refusal = None
-        if self._owned is not None and self.has_windows:
-            num_pads = self.num_columns - lengths
-            columns = np.maximum(np.arange(self.num_held) - num_pads[:, None], 0)
-            column_index = torch.from_numpy(columns).to(device)
-            if (layout.owned[:, :-1] & ~layout.owned[:, 1:]).any():
-                dense_refusal = (
-                    "local layers measure distances in columns, and a pad follows a token in this "
-                    "forward. Pad on the left."
-                )
-        elif self._owned is not None:
-            private = np.maximum(self._owned.cumsum(1) - 1, 0)
-            column_index = torch.from_numpy(private).to(device)
+    def _plan(self, layout: Layout, before: np.ndarray) -> StepPlan:
+        table, owned, columns = self.cold.table, layout.owned, None
+        if self._owned is not None:
+            columns = dense_columns(
+                self._owned, table.lengths, self.shared_len, pads_first=self.has_windows
+            )
         return StepPlan(
             num_rows=self.num_rows,
-            q_len=q_len,
+            q_len=owned.shape[1],
             shared_len=self.shared_len,
             kv_len=self.num_held,
-            suffix_mask=mask,
-            positions=positions,
-            is_token=layout.owned,
-            column_index=column_index,
+            suffix_mask=suffix_mask(owned, before, table.max_length),
+            positions=self.shared_len + before[:, None] + owned.cumsum(1) - 1,
+            is_token=owned,
+            column_index=columns,
             dense_reason=layout.dense_reason,
-            dense_refusal=dense_refusal,
+            dense_refusal=why_not_dense(owned) if self.has_windows else None,
             dispatch=self.options.dispatch,
             journal=self.journal,
         )

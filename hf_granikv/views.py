@@ -92,7 +92,7 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass: made once at its first layer, read by all.
+    """One forward pass: made once at its first layer, read by all. Its tensors are on the CPU.
 
     Attributes:
         num_rows: Rows of the batch.

@@ -40,7 +40,6 @@ def local_view(step: LayerStep) -> LocalView:
     """Works out what the window of a layer leaves visible; `step.window` is not None."""
     plan, window = step.plan, step.window
     assert window is not None
-    device = step.suffix_keys.device
     positions, first_seen = plan.positions, window.first_seen(plan.positions)
     of_tokens = first_seen[plan.is_token]
     lowest = int(of_tokens.min(initial=plan.kv_len))
@@ -51,19 +50,17 @@ def local_view(step: LayerStep) -> LocalView:
     fringe_mask = None
     if common_start > fringe_start:
         fringe = np.arange(fringe_start, common_start) >= first_seen[:, :, None]
-        fringe_mask = torch.from_numpy(fringe[:, None]).to(device)
+        fringe_mask = torch.from_numpy(fringe[:, None])
     width = step.suffix_keys.shape[2]
     suffix_start = min(max(lowest - plan.shared_len, 0), width)
     private = np.arange(plan.shared_len + suffix_start, plan.shared_len + width)
     visible = (private <= positions[:, :, None]) & (private >= first_seen[:, :, None])
-    return LocalView(
-        fringe_start, common_start, fringe_mask, suffix_start, _as_mask(visible, device)
-    )
+    return LocalView(fringe_start, common_start, fringe_mask, suffix_start, _as_mask(visible))
 
 
-def _as_mask(visible: NDArray[np.bool_], device: torch.device) -> Tensor | None:
+def _as_mask(visible: NDArray[np.bool_]) -> Tensor | None:
     if visible.all():
         return None
     if (visible == visible[0]).all():
         visible = visible[:1]
-    return torch.from_numpy(visible[:, None]).to(device)
+    return torch.from_numpy(visible[:, None])

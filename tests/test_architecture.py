@@ -34,7 +34,8 @@ ARROWS: dict[str, set[str]] = {
     "inputs": {"prompt_checks"},
     "hybrids": set(),
     "layer_kinds": {"hybrids", "pools"},
-    "state": {"pools", "inputs"},
+    "visibility": {"inputs"},
+    "state": {"pools", "inputs", "visibility"},
     "accounting": {"state"},
     "recurrent": {"layer", "pools", "state"},
     "layer": {"lazy", "state"},
@@ -71,7 +72,7 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
-    *("cut_prompts", "identity", "known_models", "windows"),
+    *("cut_prompts", "identity", "known_models", "visibility", "windows"),
 }
 
 

@@ -1,7 +1,7 @@
 """Private tokens of the rows of a batch, kept one by one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ class ColdWrite:
     """Where the new tokens of one forward go; the same for every layer.
 
     Attributes:
-        slots: `[num_new]` the slots of the new tokens, row after row.
+        slots: `[num_new]` the slots of the new tokens, row after row, on the CPU.
         source: `[num_new]` their places among the `num_rows * q_len` tokens of the forward;
             None if every one of those is stored.
         start: The private length of all rows before, if rows are runs of equal length that all
@@ -35,6 +35,14 @@ class ColdWrite:
     slots: Tensor
     source: Tensor | None
     start: int | None
+    _moved: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Slots and source on the device of a layer."""
+        if device not in self._moved:
+            source = None if self.source is None else self.source.to(device)
+            self._moved[device] = self.slots.to(device), source
+        return self._moved[device]
 
 
 class ColdPool:
@@ -65,7 +73,7 @@ class ColdPool:
         self._allocator = SlotAllocator()
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
-        self._gather_index: Tensor | None = None
+        self._gather_indices: dict[torch.device, Tensor] = {}
         # per layer, keys and values as [num_rows, num_kv_heads, stride, head_dim] while rows are runs
         self._run_views: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self.peak_bytes = 0
@@ -133,7 +141,6 @@ class ColdPool:
         self,
         counts: NDArray[np.int64],
         source: NDArray[np.int64] | None,
-        device: torch.device,
         *,
         spare: float = 1 / 8,
     ) -> ColdWrite:
@@ -142,7 +149,6 @@ class ColdPool:
         Args:
             counts: `[num_rows]` new tokens of each row.
             source: `[counts.sum()]` see `ColdWrite`.
-            device: Where the returned indices live.
             spare: Room to leave behind a run, as a fraction of the longest: more of it saves
                 copies, and holds more bytes.
 
@@ -164,12 +170,9 @@ class ColdPool:
         is_even = source is None and len(set(lengths.tolist())) == 1 and table.stride is not None
         start = int(lengths[0]) if is_even else None
         table.append(counts, slots)
-        self._gather_index = None
-        return ColdWrite(
-            torch.from_numpy(slots).to(device),
-            None if source is None else torch.from_numpy(source).to(device),
-            start,
-        )
+        self._gather_indices = {}
+        sources = None if source is None else torch.from_numpy(source)
+        return ColdWrite(torch.from_numpy(slots), sources, start)
 
     def write(self, layer_idx: int, write: ColdWrite, keys: Tensor, values: Tensor) -> None:
         """Stores the new tokens of one layer.
@@ -191,12 +194,13 @@ class ColdPool:
             key_runs.narrow(2, write.start, q_len).copy_(keys)
             value_runs.narrow(2, write.start, q_len).copy_(values)
             return
+        slots, source = write.on(keys.device)
         for storage, states in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
             assert storage is not None
             tokens = states.transpose(0, 1).flatten(1, 2)  # [heads, rows * q_len, head_dim]
-            if write.source is not None:
-                tokens = tokens.index_select(1, write.source)
-            storage.index_copy_(1, write.slots, tokens)
+            if source is not None:
+                tokens = tokens.index_select(1, source)
+            storage.index_copy_(1, slots, tokens)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.
@@ -218,7 +222,7 @@ class ColdPool:
     def truncate(self, counts: NDArray[np.int64]) -> None:
         """Frees the last `counts[i]` tokens of each row."""
         self._allocator.free(self.table.truncate(counts))
-        self._gather_index = None
+        self._gather_indices = {}
 
     def select(self, indices: Sequence[int] | NDArray[np.int64]) -> None:
         """Makes row i the former row `indices[i]`; slots are shared, nothing is copied."""
@@ -298,13 +302,16 @@ class ColdPool:
     def _gathered(self, storage: Tensor | None) -> Tensor:
         assert storage is not None
         num_rows, width = self.table.num_rows, self.table.max_length
-        if self._gather_index is None:
+        index = self._gather_indices.get(storage.device)
+        if index is None:
             # slots of no one read slot 0: finite, and masked by whoever reads
             padded = np.maximum(self.table.padded(), 0).reshape(-1)
-            self._gather_index = torch.from_numpy(padded).to(storage.device)
-        rows = storage.index_select(1, self._gather_index)
+            index = self._gather_indices[storage.device] = torch.from_numpy(padded).to(
+                storage.device
+            )
+        rows = storage.index_select(1, index)
         return rows.unflatten(1, (num_rows, width)).transpose(0, 1)
 
     def _forget_views(self) -> None:
-        self._gather_index = None
+        self._gather_indices = {}
         self._run_views = [None] * self.num_layers

@@ -40,7 +40,7 @@ class PlantedPool:
         new = np.arange(self.next_token, self.next_token + owned.sum())
         token_ids[owned] = new
         source = None if owned.all() else np.flatnonzero(owned)
-        write = self.pool.extend(owned.sum(1), source, torch.device("cpu"))
+        write = self.pool.extend(owned.sum(1), source)
         for layer_idx in range(num_layers):
             keys = planted(token_ids.reshape(-1), layer_idx).view(*owned.shape, NUM_HEADS, HEAD_DIM)
             self.pool.write(layer_idx, write, keys.transpose(1, 2), -keys.transpose(1, 2))
