@@ -423,7 +423,7 @@ def test_a_cache_of_ones_own_is_used_as_it_is(
     assert got.sequences.tolist() == stock(model, BATCHES["ragged"]).tolist()
 
 
-@pytest.mark.parametrize("family", ["lfm2"])
+@pytest.mark.parametrize("family", ["jamba"])
 def test_models_that_cannot_be_served_take_the_stock_path(
     tiny_model: Build, caplog: pytest.LogCaptureFixture, family: str
 ) -> None:
