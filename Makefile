@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/granikv demo
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
