@@ -185,7 +185,7 @@ class AsymmetricPagedCache(InProcessCache):
         if is_generation or layout.starts_batch:
             self._models.check(module)
         positions = kwargs.get("position_ids")
-        if positions is not None and self._served.rope_type is not None:
+        if positions is not None and self._served.has_length_limit:
             self._served.check_length(prefix.num_tokens, int(positions.max()) + 1)
         if not takes_positions:
             kwargs.pop("position_ids", None)

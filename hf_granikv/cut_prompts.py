@@ -32,7 +32,9 @@ def is_asked_by_generate(caller: FrameType) -> bool:
     transformers may still refuse the call it has marked the cache for; then nobody but `generate`
     may be told that the cache is empty.
     """
-    return caller.f_globals.get("__name__") == _GENERATE_MODULE
+    # some models have a preparation of their own, in their own module
+    is_own = caller.f_code.co_name == "_prepare_position_ids_for_generation"
+    return is_own or caller.f_globals.get("__name__") == _GENERATE_MODULE
 
 
 @dataclass(slots=True)

@@ -38,13 +38,14 @@ _POINTER, _VERSION, _STRIDE = Tensor.data_ptr, attrgetter("_version"), Tensor.st
 
 
 class ModelIdentity:
-    """The weights, adapters, dtypes and RoPE of a model object at one moment.
+    """The weights, adapters, dtypes and config of a model object at one moment.
 
     Caught with certainty: a weight replaced, moved, cast, or written where autograd sees it; an
-    adapter added, switched, disabled, merged or scaled; another attention scaling; other RoPE
-    parameters. A write past autograd is caught in tensors of up to 4,096 elements, and in larger ones
-    if it changes one of 64 in the middle, as updates of whole tensors do. Not looked at: hooks, replaced `forward` methods,
-    training mode, and weights of a tensor subclass beyond their version counter.
+    adapter added, switched, disabled, merged or scaled; another attention scaling; anything in the
+    config, RoPE and windows included. A write past autograd is caught in tensors of up to 4,096
+    elements, and in larger ones if it changes one of 64 in the middle, as updates of whole tensors
+    do. Not looked at: hooks, replaced `forward` methods or activations, numbers that modules copied
+    from the config, training mode, and weights of a tensor subclass beyond their version counter.
 
     Args:
         model: The transformers model; it is not kept alive.
@@ -52,7 +53,7 @@ class ModelIdentity:
 
     def __init__(self, model: nn.Module) -> None:
         parts = _Parts(model)
-        self._rope = deepcopy(_rope_parameters(model))
+        self._options = deepcopy(_options(model))
         self._switches = deepcopy(parts.switches)
         self._marks = _marks(parts.weights)
         self._kinds = list(map(_kind, [*parts.weights, *parts.buffers]))
@@ -69,15 +70,17 @@ class ModelIdentity:
             and parts.switches == self._switches
             and _marks(parts.weights) == self._marks
             and list(map(_kind, parts.buffers)) == self._kinds[len(parts.weights) :]
-            and _rope_parameters(model) == self._rope
+            and _options(model) == self._options
             and all(map(torch.equal, self._read_samples(parts), self._samples))
         )
 
     def difference(self, model: nn.Module) -> str:
         """What has changed in the model since, by name; of several changes the first found."""
         now = ModelIdentity(model)
-        if now._rope != self._rope:
-            return f"rope_parameters of its config are {now._rope}, they were {self._rope}"
+        for name in (*now._options, *self._options):
+            option, earlier = now._options.get(name), self._options.get(name)
+            if option != earlier:
+                return f"{name} of its config is {option!r}, it was {earlier!r}"
         were = dict(zip(self._switch_names, (value for *_, value in self._switches), strict=True))
         are = dict(zip(now._switch_names, (value for *_, value in now._switches), strict=True))
         for name in (*are, *were):
@@ -257,11 +260,6 @@ def _is_equal(tensor: Tensor, other: Tensor) -> bool:
     if tensor.is_meta or other.is_meta:
         return False
     return torch.equal(tensor, other.to(tensor.device))
-
-
-def _rope_parameters(model: nn.Module) -> Any:
-    config: Any = model.config
-    return getattr(config.get_text_config(decoder=True), "rope_parameters", None)
 
 
 def _options(model: nn.Module) -> dict[str, Any]:

@@ -155,6 +155,12 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
     given = kwargs.get("attention_mask")
     dense_reason = None
     owned = np.ones((num_rows, num_ids), dtype=bool)
+    if isinstance(given, dict) or (given is not None and given.ndim != 2 and held.pads_first):
+        shape = "a dict" if isinstance(given, dict) else f"{given.ndim}-dimensional"
+        raise ValueError(
+            f"attention_mask is {shape}; with a prefix, this model needs [num_rows, num_columns], "
+            "from which every layer makes its own."
+        )
     if given is not None and given.ndim != 2:
         dense_reason = f"a mask of {given.ndim} dimensions was given"
     elif given is not None:
@@ -267,10 +273,10 @@ def _mask_2d(kwargs: dict[str, Any]) -> Bools | None:
     mask = kwargs.get("attention_mask")
     if mask is None:
         return None
-    if mask.ndim != 2:
+    if isinstance(mask, dict) or mask.ndim != 2:
+        shape = "is a dict" if isinstance(mask, dict) else f"has {mask.ndim} dimensions"
         raise ValueError(
-            f"attention_mask has {mask.ndim} dimensions; generate with a prefix needs "
-            "[num_rows, num_columns]."
+            f"attention_mask {shape}; generate with a prefix needs [num_rows, num_columns]."
         )
     as_bools: Bools = mask.bool().cpu().numpy()
     return as_bools

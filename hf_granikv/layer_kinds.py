@@ -17,6 +17,8 @@ from hf_granikv.views import LayerKind, Window
 
 # their generate drops the cache where the long RoPE sets in
 _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
+# once there are more keys than these keep, two forwards give other results than one, with any cache
+_CHOOSE_KEYS = {"doge": "keep_window_size"}
 # without position_ids, these count positions from the mask, as they should
 _POSITIONS_FROM_MASK = ("bloom",)
 
@@ -29,6 +31,9 @@ class ServedModel:
         layers: What each layer stores and sees.
         model_type: The config's.
         column_window: Mask columns that local layers see; None without such layers.
+        temperature_from: Mask columns from which on queries are scaled by their column; None where
+            they are not.
+        continuable_to: Tokens up to which forwards may follow each other; None = any number.
         rope_type: `"dynamic"` or `"longrope"` if the angles depend on the length, else None.
         rope_limit: The length up to which they do not.
     """
@@ -36,6 +41,8 @@ class ServedModel:
     layers: tuple[LayerKind, ...]
     model_type: str
     column_window: int | None
+    temperature_from: int | None
+    continuable_to: int | None
     rope_type: str | None
     rope_limit: int
 
@@ -74,7 +81,13 @@ class ServedModel:
         # GPT-Neo's local layers mask by column, inside the model
         has_local = "local" in (getattr(config, "attention_layers", None) or [])
         window = config.window_size if has_local else None
-        return cls(layers, model_type, window, rope_type, rope_limit)
+        is_tuned = getattr(config, "attn_temperature_tuning", False)
+        temperature_from = int(config.floor_scale) if is_tuned else None
+        limit = _CHOOSE_KEYS.get(model_type)
+        continuable_to = None if limit is None else int(getattr(config, limit))
+        return cls(
+            layers, model_type, window, temperature_from, continuable_to, rope_type, rope_limit
+        )
 
     def check_same(self, other: "ServedModel", name: str) -> None:
         """Checks that a model asks of the cache what it was built for.
@@ -134,12 +147,23 @@ class ServedModel:
                     "the prefix."
                 )
 
+    @property
+    def has_length_limit(self) -> bool:
+        """Whether `check_length` may refuse."""
+        return self.rope_type is not None or self.continuable_to is not None
+
     def check_length(self, prefix_len: int, length: int) -> None:
         """Checks that keys of the prefix are still those that a forward of this length has.
 
         Raises:
-            ValueError: If RoPE has changed its angles in between.
+            ValueError: If RoPE has changed its angles in between, or the model chooses among keys.
         """
+        if self.continuable_to is not None and length > self.continuable_to:
+            raise ValueError(
+                f"{self.model_type} chooses {self.continuable_to} keys among those of one forward, "
+                f"so {length} tokens computed in two forwards differ from those of one, with any "
+                "cache. Stay below, or use no cache."
+            )
         is_changed = length > self.rope_limit and (
             self.rope_type == "dynamic" or prefix_len <= self.rope_limit
         )
@@ -164,6 +188,12 @@ class ServedModel:
             raise ValueError(
                 f"{self._first_stateful} keeps a state that would read pads as tokens, so rows of "
                 "different length cannot be right. Run rows of equal length, or one at a time."
+            )
+        if self.temperature_from is not None and num_columns >= self.temperature_from:
+            raise ValueError(
+                f"{self.model_type} tunes the temperature of its attention by columns from "
+                f"{self.temperature_from} on, pads among them; {num_columns} padded columns cannot "
+                "be right. Run rows of equal length, or one at a time."
             )
         if not takes_positions and self.model_type not in _POSITIONS_FROM_MASK:
             raise ValueError(
@@ -216,10 +246,18 @@ def _name(config: PreTrainedConfig, layer_idx: int, layer: object) -> str:
 
 
 def _length_dependent_rope(config: PreTrainedConfig) -> tuple[str | None, int]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
-    if rope_type not in ("dynamic", "longrope"):
-        return None, 0
-    limit = rope.get("original_max_position_embeddings")
-    limit = limit or getattr(config, "original_max_position_embeddings", None)
-    return rope_type, int(limit or config.max_position_embeddings)
+    given = getattr(config, "rope_parameters", None) or {}
+    # one for all layers, or one for each kind of layer
+    by_kind = [rope for rope in given.values() if isinstance(rope, dict) and "rope_type" in rope]
+    found: tuple[str | None, int] = None, 0
+    for rope in by_kind or [given]:
+        rope_type = rope.get("rope_type")
+        if rope_type not in ("dynamic", "longrope"):
+            continue
+        limit = rope.get("original_max_position_embeddings")
+        limit = limit or getattr(config, "original_max_position_embeddings", None)
+        limit = int(limit or config.max_position_embeddings)
+        # "dynamic" is the stricter of the two, and the smaller limit
+        is_stricter = found[0] is None or rope_type == "dynamic"
+        found = rope_type if is_stricter else found[0], min(limit, found[1] or limit)
+    return found

@@ -61,7 +61,7 @@ class CacheState:
         self._owned: Bools | None = None
         self._staged: Layout | None = None
         self._step: Step | None = None
-        self._num_written = 0
+        self._is_open = False
         self._shared_before: int | None = None
         self.peak_bytes = 0
         self._hold: finalize | None = None
@@ -141,9 +141,8 @@ class CacheState:
             self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
         self.num_columns += q_len
         self.step_id += 1
-        self._num_written = 0
         plan = self._plan(layout, before)
-        self._step = Step(plan, write)
+        self._step, self._is_open = Step(plan, write), True
         return self._step
 
     @property
@@ -165,19 +164,17 @@ class CacheState:
             value_states: Likewise.
         """
         self.cold.write(layer_idx, self.current_step().write, key_states, value_states)
-        self._num_written += 1
 
     def settle(self, *, is_complete: bool = False) -> None:
         """Drops what a forward left that failed, as one does that is not known to be complete."""
         staged, self._staged = self._staged, None
-        num_storing = sum(layer.stores for layer in self.layers)
-        is_half = self._step is not None and self._num_written < num_storing
+        is_half = self._is_open and not is_complete
+        self._is_open = False
         shared_before = self._shared_before
         if staged is not None:
             shared_before = self._reset_shared_len if staged.starts_batch else None
         if is_half:
-            assert self._step is not None
-            self.crop(self._step.plan.q_len)
+            self.crop(self.current_step().plan.q_len)
         has_failed = is_half or (self.row_states.is_open and not is_complete)
         if has_failed and shared_before is not None:
             self._start_rows(0, shared_before)
@@ -246,7 +243,7 @@ class CacheState:
         self.row_states.release()
         self.peak_bytes = 0
         self.is_generation_pending = False
-        self._staged = self._step = None
+        self._staged, self._step, self._is_open = None, None, False
 
     def fork(self) -> "CacheState":
         """An independent state over the same HOT pool; the row states are the layers' to copy."""

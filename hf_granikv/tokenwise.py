@@ -70,6 +70,9 @@ def _view(split: TokenSplit, args: Arguments) -> Plan | None:
     sizes, num_tokens = _sizes(args), split.shape[split.token_dim]
     if not all(isinstance(size, int) for size in sizes) or sizes[0] != split.shape[0]:
         return None
+    # a part may be empty, from which -1 cannot be told
+    known = _product([size for size in sizes if size != -1])
+    sizes = tuple(_product(split.shape) // known if size == -1 else size for size in sizes)
     candidates = [dim for dim, size in enumerate(sizes) if dim and size == num_tokens]
     # what is between rows and tokens stays there, so that tokens stay apart
     before = split.shape[1 : split.token_dim]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 97
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -43,7 +43,7 @@ class Family:
 
     config_name: str
     options: dict[str, Any] = field(default_factory=dict)
-    base: dict[str, Any] = field(default_factory=lambda: _COMMON)
+    base: dict[str, Any] = field(default_factory=lambda: COMMON)
 
     def config(self, **options: Any) -> transformers.PreTrainedConfig:
         merged = {**self.base, **self.options, **options}

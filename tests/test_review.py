@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import Family
+import transformers
+from families import COMMON, LOCAL, SHARED_PATH, Family
 from prompts import (
     PREFIX,
     alone,
@@ -155,3 +156,113 @@ def test_rows_alike_share_one_mask(tiny_model: Build) -> None:
     mask = cache._state.current_step().plan.suffix_mask
     assert mask is not None
     assert mask.shape == (1, 1, 6, 6)
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.norm", "model.layers.1.mlp"])
+def test_a_forward_that_fails_after_its_last_layer_stored_is_taken_back(where: str) -> None:
+    model = Family("LlamaConfig").model(attn_implementation="granikv")
+    cache, new = prefilled(model), torch.tensor([tokens(3, seed=2)])
+    forward(model, cache, [tokens(3, seed=1)])
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.get_submodule(where).register_forward_pre_hook(fail)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of memory"):
+        model(input_ids=new, **cached(cache))
+    hook.remove()
+    assert cache.get_seq_length() == len(PREFIX) + 3
+    with torch.no_grad():
+        got = model(input_ids=new, **cached(cache)).logits[0]
+    want = logits_alone(model, [*PREFIX, *tokens(3, seed=1), *new[0].tolist()], 3)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("scaled", ["full_attention", "sliding_attention"])
+def test_a_rope_of_one_kind_of_layers_counts_too(kind: str, scaled: str) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope |= factors | {"original_max_position_embeddings": 24}
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    by_kind = {"full_attention": plain, "sliding_attention": plain} | {scaled: rope}
+    model = LOCAL["gemma3"].model(
+        attn_implementation="granikv", rope_parameters=by_kind, max_position_embeddings=24
+    )
+    with pytest.raises(ValueError, match=f"RoPE of this model .{kind}. changes past 24"):
+        new_tokens(model, left_padded(whole(suffixes(5, 3))), **cached(prefilled(model)))
+
+
+def test_masks_that_local_layers_cannot_follow_are_refused(tiny_model: Build) -> None:
+    model, new = tiny_model("mistral"), torch.tensor([tokens(6, seed=9)])
+    cache = prefilled(model)
+    mask = torch.ones(1, 1, 6, 26, dtype=torch.bool)
+    for given in (mask, {"full_attention": mask, "sliding_attention": mask}):
+        with pytest.raises(ValueError, match="every layer makes its own"):
+            model(input_ids=new, attention_mask=given, **cached(cache))
+        assert cache.get_seq_length() == len(PREFIX)
+
+
+def test_queries_scaled_by_their_column_are_exact_or_refused() -> None:
+    """Llama 4 scales queries of layers without RoPE by the column that they are in."""
+    options = {"no_rope_layers": [1, 0], "attn_temperature_tuning": True, "floor_scale": 4}
+    model = LOCAL["llama4"].model(attn_implementation="granikv", **options, attn_scale=0.5)
+    rows = whole(suffixes(5, 5))
+    assert new_tokens(model, left_padded(rows), **cached(prefilled(model))) == alone(model, rows)
+    with pytest.raises(ValueError, match="tunes the temperature"):
+        new_tokens(model, left_padded(whole(suffixes(3, 7))), **cached(prefilled(model)))
+
+
+def test_a_model_that_chooses_its_keys_is_refused_past_them() -> None:
+    model = Family("DogeConfig", {"keep_window_size": 24}).model(attn_implementation="granikv")
+    with pytest.raises(ValueError, match="chooses 24 keys"):
+        new_tokens(model, left_padded(whole(suffixes(5))), **cached(prefilled(model)))
+
+
+@pytest.mark.parametrize("prefix_len", [1, 4])
+def test_latents_of_a_prefix_that_rows_see_nothing_of(prefix_len: int) -> None:
+    family, ids = SHARED_PATH["deepseek_v3"], tokens(prefix_len, seed=3)
+    model, rows = family.model(attn_implementation="granikv"), whole(suffixes(2, 1, 0), ids)
+    want = alone(family.model(attn_implementation="eager"), rows)
+    cache = prefilled(model, ids)
+    assert new_tokens(model, left_padded(rows), **cached(cache)) == want
+    cache.reset()
+    cache.crop(-prefix_len)
+    with torch.no_grad():
+        got = model(input_ids=torch.tensor([ids]), **cached(cache)).logits[0]
+    torch.testing.assert_close(got, logits_alone(model, ids, prefix_len), atol=1e-4, rtol=1e-4)
+
+
+def test_a_changed_config_makes_the_prefix_stale() -> None:
+    model = LOCAL["mistral"].model(attn_implementation="granikv")
+    cache = prefilled(model)
+    model.config.sliding_window = 4
+    with pytest.raises(ValueError, match="sliding_window of its config is 4, it was 8"):
+        new_tokens(model, left_padded(whole(suffixes(4, 2))), **cached(cache))
+
+
+def test_a_model_with_a_preparation_of_its_own_gets_whole_prompts() -> None:
+    """Vision-language models count positions themselves, before generate's own preparation."""
+    text = {
+        **Family("Qwen2Config").config().to_dict(),
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }
+    text = {name: text[name] for name in (*COMMON, "rope_parameters")}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config={**vision, "intermediate_size": 32},
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config).float().eval()
+    want = {n: alone(model, whole(suffixes(*n))) for n in ((4, 2), (3, 5, 1))}
+    model.set_attn_implementation("granikv")
+    cache = prefilled(model)
+    for lengths, tokens_alone in want.items():
+        rows = whole(suffixes(*lengths))
+        assert new_tokens(model, left_padded(rows), **cached(cache)) == tokens_alone
