@@ -30,7 +30,7 @@ def plant(ids: Tensor, positions: Tensor, layer_idx: int) -> Tensor:
 class PlantedModel(PreTrainedModel):
     """Stores planted keys, and their negatives as values; attends to nothing.
 
-    `fails_at` makes that layer raise before it stores.
+    `fails_at` makes that layer raise before it stores; NUM_LAYERS, the model after all of them.
     """
 
     config_class = LlamaConfig
@@ -54,7 +54,7 @@ class PlantedModel(PreTrainedModel):
         cache: Any = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
-    ) -> None:
+    ) -> list[Any]:
         cache = past_key_values if cache is None else cache
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1])[None] + cache.get_seq_length()
@@ -69,3 +69,6 @@ class PlantedModel(PreTrainedModel):
             returned = cache.update(keys, -keys, layer_idx)
             assert returned[0].shape[2] == kv_len
             self.returned.append(returned)
+        if self.fails_at == NUM_LAYERS:
+            raise PlantedError(NUM_LAYERS)
+        return self.returned

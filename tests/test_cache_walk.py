@@ -186,7 +186,7 @@ class CacheWalk(RuleBasedStateMachine):
         lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
         layout=st.sampled_from(sorted(LAYOUTS)),
         seed=st.integers(0, 99),
-        fails_at=st.sampled_from([None, None, None, *range(NUM_LAYERS)]),
+        fails_at=st.sampled_from([None, None, None, *range(NUM_LAYERS + 1)]),
     )
     def generate(self, lengths: list[int], layout: str, seed: int, fails_at: int | None) -> None:
         held = self.held
@@ -229,7 +229,7 @@ class CacheWalk(RuleBasedStateMachine):
             columns = np.concatenate([shared, before, owned], 1)
             inputs["attention_mask"] = torch.from_numpy(columns.astype(np.int64))
         # without a prefix nobody has to announce a forward, so nobody tells that one broke off
-        failing = [None] * 4 + ([0, 1, NUM_LAYERS - 1] if held.prefix else [0])
+        failing = [None] * 4 + ([0, 1, NUM_LAYERS] if held.prefix else [0])
         fails_at = data.draw(st.sampled_from(failing))
         if self.run(inputs, int(owned.sum()), held.num_live, fails_at) == "done":
             rows = held.rows or [[] for _ in range(num_rows)]

@@ -54,10 +54,12 @@ def step(cache: Any, layout: Layout) -> list[tuple[Tensor, Tensor]]:
     """One forward through both layers: what update returns."""
     cache._state.stage(layout)
     num_rows, q_len = layout.owned.shape
-    return [
+    returned = [
         layer.update(*(torch.empty(num_rows, 2, q_len, 8, device=device) for _ in range(2)))
         for layer, device in zip(cache.layers, DEVICES, strict=True)
     ]
+    cache.settle(is_complete=True)
+    return returned
 
 
 @pytest.mark.parametrize("owned", [EVEN, RAGGED], ids=["even", "ragged"])
