@@ -289,7 +289,10 @@ class CacheState:
         return Layout(starts_batch, self.shared_len, np.ones((num_rows, q_len), dtype=bool))
 
     def _plan(self, layout: Layout, before: np.ndarray) -> StepPlan:
-        table, owned, columns = self.cold.table, layout.owned, None
+        table, owned, mask, columns = self.cold.table, layout.owned, None, None
+        # without a prefix nobody reads it, and it is as large as the scores of one head
+        if self.prefix is not None:
+            mask = suffix_mask(owned, before, table.max_length)
         if self._owned is not None:
             columns = dense_columns(
                 self._owned, table.lengths, self.shared_len, pads_first=self.has_windows
@@ -299,7 +302,7 @@ class CacheState:
             q_len=owned.shape[1],
             shared_len=self.shared_len,
             kv_len=self.num_held,
-            suffix_mask=suffix_mask(owned, before, table.max_length),
+            suffix_mask=mask,
             positions=self.shared_len + before[:, None] + owned.cumsum(1) - 1,
             is_token=owned,
             column_index=columns,

@@ -100,7 +100,7 @@ class StepPlan:
         shared_len: Prefix tokens that every row sees.
         kv_len: Columns of the attention mask: `shared_len` and all columns since.
         suffix_mask: `[num_rows or 1, 1, q_len, max_suffix_len]` bool, True where a query sees a
-            private token; None if every query sees all of them.
+            private token; None if every query sees all of them, or there is no prefix.
         positions: `[num_rows, q_len]` position of each query in its row; that of the token before
             for a pad.
         is_token: `[num_rows, q_len]` False for pads.

@@ -22,9 +22,11 @@ def suffix_mask(owned: Bools, before: Ints, width: int) -> Tensor | None:
         `[num_rows or 1, 1, q_len, width]` bool, True where visible; None if everything is.
     """
     seen = before[:, None] + owned.cumsum(1)  # [rows, q_len]
+    if seen.min(initial=width) >= width:
+        return None
     seen = seen[:1] if (seen == seen[0]).all() else seen
     visible = np.arange(width) < seen[:, :, None]
-    return None if visible.all() else torch.from_numpy(visible[:, None])
+    return torch.from_numpy(visible[:, None])
 
 
 def dense_columns(owned: Bools, lengths: Ints, shared_len: int, *, pads_first: bool) -> Tensor:

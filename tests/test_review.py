@@ -20,6 +20,8 @@ from prompts import (
 )
 from transformers import PreTrainedModel
 
+from hf_granikv import AsymmetricPagedCache
+
 Build = Callable[..., PreTrainedModel]
 ROWS = whole(suffixes(3, 7, 0, 5))
 
@@ -266,3 +268,10 @@ def test_a_model_with_a_preparation_of_its_own_gets_whole_prompts() -> None:
     for lengths, tokens_alone in want.items():
         rows = whole(suffixes(*lengths))
         assert new_tokens(model, left_padded(rows), **cached(cache)) == tokens_alone
+
+
+def test_no_mask_is_built_where_nobody_reads_it(tiny_model: Build) -> None:
+    """It is as large as the scores of one head: a gigabyte for a prompt of 32,768 tokens."""
+    cache = AsymmetricPagedCache(tiny_model("llama").config)
+    forward(tiny_model("llama"), cache, [tokens(9, seed=1)])
+    assert cache._state.current_step().plan.suffix_mask is None
