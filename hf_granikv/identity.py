@@ -77,15 +77,14 @@ class ModelIdentity:
     def difference(self, model: nn.Module) -> str:
         """What has changed in the model since, by name; of several changes the first found."""
         now = ModelIdentity(model)
-        for name in (*now._options, *self._options):
-            option, earlier = now._options.get(name), self._options.get(name)
-            if option != earlier:
-                return f"{name} of its config is {option!r}, it was {earlier!r}"
+        if other := _first_other(now._options, self._options):
+            name, option, earlier = other
+            return f"{name} of its config is {option!r}, it was {earlier!r}"
         were = dict(zip(self._switch_names, (value for *_, value in self._switches), strict=True))
         are = dict(zip(now._switch_names, (value for *_, value in now._switches), strict=True))
-        for name in (*are, *were):
-            if are.get(name) != were.get(name):
-                return f"{name} is {are.get(name)!r}, it was {were.get(name)!r}"
+        if other := _first_other(are, were):
+            name, switch, earlier = other
+            return f"{name} is {switch!r}, it was {earlier!r}"
         added, removed = set(now._names) - set(self._names), set(self._names) - set(now._names)
         if added or removed:
             one, verb = (min(added), "added") if added else (min(removed), "removed")
@@ -126,10 +125,9 @@ def content_difference(model: nn.Module, other: nn.Module) -> str | None:
     """
     if type(model) is not type(other):
         return f"it is a {type(other).__name__}, not a {type(model).__name__}"
-    options, other_options = _options(model), _options(other)
-    for name in (*options, *other_options):
-        if options.get(name) != other_options.get(name):
-            return f"{name} is {other_options.get(name)!r}, not {options.get(name)!r}"
+    if option := _first_other(_options(model), _options(other)):
+        name, value, other_value = option
+        return f"{name} is {other_value!r}, not {value!r}"
     parts, other_parts = _Parts(model), _Parts(other)
     names, other_names = parts.tensor_names(), other_parts.tensor_names()
     if names != other_names:
@@ -266,6 +264,14 @@ def _options(model: nn.Module) -> dict[str, Any]:
     config: Any = model.config
     options: dict[str, Any] = config.to_dict()
     return {name: value for name, value in options.items() if name not in _SILENT_OPTIONS}
+
+
+def _first_other(these: dict[str, Any], those: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first name that stands for different things in the two, and those; None if there is none."""
+    for name in (*these, *those):
+        if these.get(name) != those.get(name):
+            return name, these.get(name), those.get(name)
+    return None
 
 
 def _in_words(kind: tuple[torch.dtype, torch.device, tuple[int, ...]]) -> str:
