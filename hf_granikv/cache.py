@@ -1,7 +1,7 @@
 """The transformers `Cache` contract over the two pools."""
 
 import sys
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,23 +9,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_granikv.accounting import stats_of
-from hf_granikv.announce import attach_hook, forward_parameters, transformers_model
+from hf_granikv.accounting import described, stats_of
+from hf_granikv.announce import attach_hook, transformers_model
 from hf_granikv.config import CacheOptions
-from hf_granikv.cut_prompts import CutPrompt, is_asked_by_generate
+from hf_granikv.cut_prompts import is_asked_by_generate
+from hf_granikv.forward_reader import ForwardReader
 from hf_granikv.in_process import InProcessCache
-from hf_granikv.inputs import read_forward, read_generation
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.lookup import PrefixLookup
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.prefix_inputs import (
     check_chunk_size,
+    check_extends,
     check_is_deterministic,
-    embedded,
+    check_salt,
     one_row_of_ids,
+    rows_of_ids,
+    salts_of,
 )
 from hf_granikv.recording import record
 from hf_granikv.recurrent import build_layers
+from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
@@ -54,8 +59,6 @@ class AsymmetricPagedCache(InProcessCache):
         ValueError: If an option is unknown, or the model has layers that cannot be served.
     """
 
-    _cut_prompt: CutPrompt | None
-
     def __init__(
         self, config: PreTrainedConfig, *, dispatch: str = "auto", cold_slots: int | None = None
     ) -> None:
@@ -65,32 +68,88 @@ class AsymmetricPagedCache(InProcessCache):
         self._adopt(CacheState(self._served.layers, options, HotPool()))
 
     def prefill(
-        self, model: nn.Module, input_ids: Tensor, *, chunk_size: int | None = None
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        *,
+        parent: Prefix | None = None,
+        salt: str | None = None,
+        chunk_size: int | None = None,
     ) -> Prefix:
         """Computes a prefix and stores it for all rows to come.
+
+        A cache with one prefix serves every row from it; with several, `bind` says who reads which.
+        The same ids are computed and stored once: a second call holds what is there.
 
         Args:
             model: The model that will generate.
             input_ids: `[1, prefix_len]` token ids; `[prefix_len]` is taken as well.
+            parent: A prefix of this cache that the ids come after; it is read, not copied.
+            salt: A word that keeps equal prefixes apart, of two tenants, say: only rows bound under
+                it find the prefix. A parent's goes for its children.
             chunk_size: The most tokens of one forward pass, which bounds the memory that activations
                 take; None computes the prefix in one piece.
 
         Raises:
             ValueError: If the ids are not one row of at least one token, the model does not go with
-                the config of the cache, the cache holds a prefix or rows already, or `chunk_size`
-                is no positive number.
+                the config of the cache, the cache does not hold the parent, it holds rows that
+                started without any prefix, or `chunk_size` is no positive number.
+            StalePrefixError: If the cache holds prefixes that another model has computed.
         """
         state, ids = self._state, one_row_of_ids(input_ids)
         check_chunk_size(chunk_size)
+        check_extends(parent, state.prefixes.levels, ids.shape[1])
+        salt = check_salt(salt, parent)
         state.check_takes_prefix()
         inner = self.attach(model)
         check_is_deterministic(inner)
-        self._served.check_length(ids.shape[1], ids.shape[1])
-        self._models.start(inner)
-        prefix = state.hot.seal(ids[0], *record(inner, ids, self._served.layers, chunk_size))
-        state.hold(prefix)
-        state.release_rows()
-        return prefix
+        start = 0 if parent is None else parent.stop
+        self._served.check_length(start + ids.shape[1], start + ids.shape[1])
+        if not state.prefixes:
+            self._models.start(inner)
+        found = PrefixLookup(state.prefixes.all).get(parent, salt, ids[0].cpu().numpy())
+        if found is not None:
+            state.hot.acquire(found)
+        else:
+            extended = None if parent is None else self._reading_alone(parent)
+            recording = record(inner, ids, self._served.layers, chunk_size, extended, start)
+            found = state.hot.seal(ids[0], *recording, parent=parent, salt=salt)
+        state.prefixes.take(found)
+        return found
+
+    def bind(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        salt: str | Sequence[str | None] | None = None,
+    ) -> "AsymmetricPagedCache":
+        """Says which prefixes the rows of the next batches read: each the longest it starts with.
+
+        A row that starts with none stays private. Samples and beams of a row read what it reads. The
+        binding goes for every batch until the next `bind`.
+
+        Args:
+            input_ids: `[num_rows, num_columns]` whole prompts, as `generate` will get them.
+            attention_mask: `[num_rows, num_columns]`, 0 for pads; None if there are none.
+            salt: The salt of the prefixes that may be read, of all rows or of each.
+
+        Returns:
+            This cache, for `model.generate(**prompts, cache=cache.bind(**prompts))`.
+
+        Raises:
+            ValueError: If ids and mask are not of one shape, or rows of a model whose layers keep
+                states would not all read the same.
+        """
+        rows = rows_of_ids(input_ids, attention_mask)
+        lookup = PrefixLookup(self._state.prefixes.all)
+        leaves = [
+            lookup.longest(row, its_salt)
+            for row, its_salt in zip(rows, salts_of(salt, len(rows)), strict=True)
+        ]
+        self._served.check_together(leaves)
+        self._state.prefixes.bound = RowPrefixes.whole(leaves)
+        return self
 
     def attach(self, model: nn.Module) -> PreTrainedModel:
         """Lets another object with the weights of the prefix use the cache.
@@ -108,31 +167,28 @@ class AsymmetricPagedCache(InProcessCache):
         """
         inner = transformers_model(model)
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
-        if self._state.prefix is not None:
+        if self._state.prefixes:
             self._models.admit(inner)
         attach_hook(inner)
         return inner
 
     def release(self, prefix: Prefix) -> None:
-        """Drops the caller's hold of a prefix, and the rows that start from it.
+        """Drops the caller's hold of a prefix, and the rows that read what is gone then.
+
+        A prefix stays as long as another one extends it.
 
         Raises:
             ValueError: If the cache does not hold this prefix.
         """
-        state = self._state
-        if prefix is not state.prefix:
-            raise ValueError(f"this cache does not hold {prefix}; release a prefix it prefilled.")
-        state.let_go()
+        self._state.let_go(prefix)
 
     def invalidate(self) -> None:
-        """Drops the prefix, if any, and all rows; right after, `prefill` may be called.
+        """Drops all prefixes and all rows; right after, `prefill` may be called.
 
         For loops that change weights between generations. Costs nothing but the release of memory;
         forks keep what they hold.
         """
-        if self._state.prefix is not None:
-            self._state.let_go()
-        self._state.release_rows()
+        self._state.let_all_go()
 
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
@@ -143,58 +199,8 @@ class AsymmetricPagedCache(InProcessCache):
         return twin
 
     def announce(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Reads the arguments of a coming forward pass; called by the hook on the model.
-
-        Args:
-            module: The model.
-            kwargs: The arguments of its forward.
-
-        Returns:
-            The arguments to run with; None to leave them alone.
-
-        Raises:
-            ValueError: If they mean nothing right; the cache is as it was.
-            StalePrefixError: If the model has changed since it computed the prefix; likewise.
-        """
-        state, prefix = self._state, self._state.prefix
-        if prefix is None or module not in self._models:
-            return None
-        state.settle()
-        takes_positions = "position_ids" in forward_parameters(module)
-        # a call that generate gave up before its first forward leaves its mark; generate always
-        # counts positions
-        is_generation = state.is_generation_pending and (
-            not takes_positions or kwargs.get("position_ids") is not None
-        )
-        state.is_generation_pending = False
-        if kwargs.get("use_cache") is False:
-            raise ValueError(
-                "use_cache=False was given together with a cache that holds a prefix; leave one of "
-                "them out."
-            )
-        held, cut, self._cut_prompt = state.held_rows(), self._cut_prompt, None
-        if cut is not None and not cut.is_continued_by(kwargs, held, is_generation):
-            cut = None
-        if cut is not None:
-            layout, kwargs = cut.send(kwargs, held)
-        elif is_generation:
-            embeds = embedded(module, prefix.token_ids, like=kwargs.get("inputs_embeds"))
-            layout, kwargs = read_generation(kwargs, prefix.token_ids.numpy(), held, embeds)
-        else:
-            layout, kwargs = read_forward(kwargs, held)
-        if is_generation or layout.starts_batch:
-            self._models.check(module)
-        positions = kwargs.get("position_ids")
-        if positions is not None and self._served.has_length_limit:
-            self._served.check_length(prefix.num_tokens, int(positions.max()) + 1)
-        if not takes_positions:
-            kwargs.pop("position_ids", None)
-        if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
-            self._served.check_padding(mask.shape[-1], takes_positions=takes_positions)
-        self._served.check_reach(prefix, layout.shared_len)
-        state.stage(layout)
-        self._cut_prompt = cut
-        return kwargs
+        """Reads the arguments of a coming forward pass (`ForwardReader`); called by the model's hook."""
+        return self._reader.read(module, kwargs)
 
     def settle(self, *, is_complete: bool = False) -> None:
         """Undoes what is left of a forward pass that broke off; called by the hook on the model."""
@@ -208,18 +214,18 @@ class AsymmetricPagedCache(InProcessCache):
     def _is_user_defined(self, value: bool) -> None:
         # generate marks every cache it is handed, right before it runs: from here to its first
         # forward the cache looks empty, so that prompts arrive whole and can be checked
-        self._state.is_generation_pending = self._state.prefix is not None
+        self._state.is_generation_pending = bool(self._state.prefixes)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held: of the prefix and since."""
         if self._state.is_generation_pending:
             caller = sys._getframe(1)
             if is_asked_by_generate(caller):
-                return self._first_column(caller)
+                return self._reader.first_column(caller)
         return super().get_seq_length(layer_idx)
 
     def reset(self) -> None:
-        """Releases all rows and their memory; a prefix stays."""
+        """Releases all rows and their memory; prefixes and bindings stay."""
         self._state.release_rows()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -244,9 +250,9 @@ class AsymmetricPagedCache(InProcessCache):
         if tokens_to_remove:
             self._served.check_can_take_back(f"crop({tokens_to_remove})")
         state = self._state
-        if state.prefix is not None:
-            kept = state.shared_len + min(0, state.num_columns + tokens_to_remove)
-            self._served.check_reach(state.prefix, kept)
+        self._served.check_reach(
+            state.reads.shortened(max(0, -tokens_to_remove - state.num_columns))
+        )
         state.crop(-tokens_to_remove)
 
     def activate_past_recording(self) -> None:
@@ -282,8 +288,7 @@ class AsymmetricPagedCache(InProcessCache):
     def explain(self) -> str:
         """Which path ran how often, on what reckoning, and why others were refused."""
         state = self._state
-        shared = "no prefix" if state.prefix is None else f"a prefix of {state.shared_len} tokens"
-        head = f"{state.num_rows} rows over {shared}, dispatch={state.options.dispatch!r}"
+        head = f"{described(state)}, dispatch={state.options.dispatch!r}"
         return "\n".join([head, *state.journal.lines()])
 
     def check_integrity(self) -> None:
@@ -296,25 +301,14 @@ class AsymmetricPagedCache(InProcessCache):
         self._state.cold.check_integrity()
         self._state.row_states.check_integrity(self._state.num_rows)
 
-    def _first_column(self, caller: FrameType) -> int:
-        # 0, so that prompts arrive whole; where they are cut, the columns that need not be sent
-        cut, state = self._cut_prompt, self._state
-        if cut is not None and cut.note_chunks(caller):
-            return cut.first_column
-        self._cut_prompt = None
-        model: Any = caller.f_locals.get("self")
-        if state.prefix is None or model not in self._models:
-            return 0
-        cut = CutPrompt.read(caller, state.prefix.token_ids.numpy(), state.held_rows())
-        if cut is None:
-            return 0
-        # later chunks must not fail on what is known now
-        self._served.check_length(state.prefix.num_tokens, cut.seq_len)
-        state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
-        self._cut_prompt = cut
-        return cut.first_column
+    def _reading_alone(self, prefix: Prefix) -> "AsymmetricPagedCache":
+        """A cache of one row that is about to go on from a prefix."""
+        twin = self.fork()
+        twin.reset()
+        twin._state.prefixes.bound = RowPrefixes.whole([prefix])
+        return twin
 
     def _adopt(self, state: CacheState) -> None:
         self._state = state
-        self._cut_prompt = None
+        self._reader = ForwardReader(state, self._served, self._models)
         super().__init__(layers=build_layers(state))

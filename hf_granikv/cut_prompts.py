@@ -5,6 +5,7 @@ older transformers cut it off at columns that count from the first given id. So 
 read before it is cut, and each forward is given its part of what remains to be computed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -16,11 +17,11 @@ from torch import Tensor
 from hf_granikv.inputs import (
     PER_TOKEN_KWARGS,
     HeldRows,
-    Ints,
     Layout,
     read_generation,
     with_positions_and_mask,
 )
+from hf_granikv.row_prefixes import RowPrefixes
 
 _PER_TOKEN = ("input_ids", "position_ids", *PER_TOKEN_KWARGS)
 _GENERATE_MODULE = "transformers.generation.utils"
@@ -62,13 +63,18 @@ class CutPrompt:
     num_held: int
 
     @classmethod
-    def read(cls, caller: FrameType, prefix_ids: Ints, held: HeldRows) -> "CutPrompt | None":
+    def read(
+        cls,
+        caller: FrameType,
+        starts_of: Callable[[int], RowPrefixes],
+        held_of: Callable[[int], HeldRows],
+    ) -> "CutPrompt | None":
         """Reads the prompt that `generate` is about to cut.
 
         Args:
             caller: The function in `generate` that asks for the length of the cache.
-            prefix_ids: `[prefix_len]` the ids in store.
-            held: The rows of the call before.
+            starts_of: Gives the prefixes that so many rows start from.
+            held_of: Gives the rows of the call before, or what so many rows would start from.
 
         Returns:
             None if it is about to send the prompt in one piece.
@@ -91,7 +97,8 @@ class CutPrompt:
         mask = _mask(ids, model_kwargs, config)
         kwargs = {"input_ids": ids, "attention_mask": mask, **_per_token(ids, model_kwargs)}
         kwargs["logits_to_keep"] = model_kwargs.get("logits_to_keep")
-        layout, kwargs = read_generation(kwargs, prefix_ids, held)
+        held = held_of(len(ids))
+        layout, kwargs = read_generation(kwargs, starts_of(len(ids)), held)
         columns: dict[str, Tensor] = {
             name: tensor for name in _PER_TOKEN if (tensor := kwargs.get(name)) is not None
         }

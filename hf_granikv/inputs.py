@@ -6,7 +6,7 @@ is read as `[prefix | new columns]`, where a new column of a row is either a tok
 a pad. Tokens that repeat the prefix are compared with it and dropped.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_granikv.pools import Prefix
 from hf_granikv.prompt_checks import (
     Bools,
     Ints,
@@ -21,6 +22,7 @@ from hf_granikv.prompt_checks import (
     check_embeds,
     check_positions,
 )
+from hf_granikv.row_prefixes import RowPrefixes
 
 PER_TOKEN_KWARGS = ("token_type_ids",)
 
@@ -30,20 +32,18 @@ class HeldRows:
     """The rows of the current batch, as far as reading inputs needs them.
 
     Attributes:
-        shared_len: Prefix tokens that the rows see.
+        reads: The prefixes that the rows read, or would start from.
         lengths: `[num_rows]` private tokens of each row; None if no batch has started.
         owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
         recounts_positions: Whether positions that come along are to be counted anew.
         pads_first: Whether masks must show pads before the prefix: local layers count columns.
-        starts: The numbers of prefix tokens after which rows can start; empty if after any.
     """
 
-    shared_len: int
+    reads: RowPrefixes
     lengths: Ints | None
     owned: Bools | None
     recounts_positions: bool
     pads_first: bool = False
-    starts: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Layout:
 
     Attributes:
         starts_batch: Whether the rows start from the prefix, replacing those held now.
-        shared_len: Prefix tokens that the rows see.
+        reads: The prefixes that the rows read.
         owned: `[num_rows, q_len]` True where a new column is a token of the row, False for pads.
         dense_reason: Why the shared path must not be used, or None.
         recounts_positions: Whether rows end in pads: `generate` will count their positions on from
@@ -60,7 +60,7 @@ class Layout:
     """
 
     starts_batch: bool
-    shared_len: int
+    reads: RowPrefixes
     owned: Bools
     dense_reason: str | None = None
     recounts_positions: bool = False
@@ -68,18 +68,18 @@ class Layout:
 
 def read_generation(
     kwargs: dict[str, Any],
-    prefix_ids: Ints,
+    starts: RowPrefixes,
     held: HeldRows,
-    prefix_embeds: Tensor | None = None,
+    embeds_of: Mapping[Prefix, Tensor] | None = None,
 ) -> tuple[Layout, dict[str, Any]]:
     """Reads the first forward pass of a `generate` call.
 
     Args:
         kwargs: The arguments of the forward. `input_ids` (or `inputs_embeds`) are whole prompts,
             or new tokens with an `attention_mask` that covers the prefix too.
-        prefix_ids: `[prefix_len]` the ids in store.
+        starts: The prefixes that the rows start from.
         held: The rows of the call before.
-        prefix_embeds: `[prefix_len, hidden_size]` embeddings of those ids; needed for
+        embeds_of: `[stop, hidden_size]` embeddings of the ids of each chain; needed for
             `inputs_embeds`.
 
     Returns:
@@ -89,7 +89,7 @@ def read_generation(
     Raises:
         ValueError: If the inputs contradict the prefix or are too short to contain it.
     """
-    num_rows, num_ids = _shape(kwargs)
+    num_rows, num_ids = shape_of(kwargs)
     mask = _mask_2d(kwargs)
     if mask is None:
         num_columns = _num_positions(kwargs, default=num_ids)
@@ -97,26 +97,20 @@ def read_generation(
     num_hidden = mask.shape[1] - num_ids
     _check_mask(mask, num_rows, num_ids)
     hidden, is_real = mask[:, :num_hidden].sum(1), mask[:, num_hidden:]
-    if (hidden > len(prefix_ids)).any():
+    if (hidden > starts.chain_lengths).any():
         # more is taken for granted than the prefix: the rows of the call before go on
         kwargs = {**kwargs, "attention_mask": torch.from_numpy(mask)}
         return read_forward(kwargs, held)
     lengths = hidden + is_real.sum(1)
-    check_contains_prefix(kwargs, lengths, is_real, hidden, prefix_ids)
+    check_contains_prefix(kwargs, lengths, is_real, hidden, starts)
     check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
-    if prefix_embeds is not None:
-        check_embeds(kwargs["inputs_embeds"], is_real, hidden, prefix_embeds)
+    if embeds_of is not None:
+        check_embeds(kwargs["inputs_embeds"], is_real, hidden, starts, embeds_of)
 
-    # what a row is asked logits of it has to compute: where it is the prefix itself its last
-    # token, and under assisted decoding that token and the candidates; every row does it again
-    num_asked = kwargs.get("logits_to_keep")
-    num_asked = max(1, num_asked) if isinstance(num_asked, int) else 1
-    shared_len = max(0, min(len(prefix_ids), int(lengths.min()) - num_asked))
-    if held.starts:
-        shared_len = max((start for start in held.starts if start <= shared_len), default=0)
-    q_len = int(lengths.max()) - shared_len
+    reads = _computed_from(starts, lengths, kwargs.get("logits_to_keep"))
+    q_len = int((lengths - reads.lengths).max())
     positions = lengths[:, None] - q_len + np.arange(q_len)
-    owned = positions >= shared_len
+    owned = positions >= reads.lengths[:, None]
     # the columns of real tokens come last in each row of `order`, in their order
     order = np.argsort(is_real, axis=1, kind="stable")
     from_end = positions - lengths[:, None] + num_ids
@@ -124,11 +118,29 @@ def read_generation(
     columns = np.zeros_like(from_end)
     if num_ids:
         columns = np.take_along_axis(order, np.clip(from_end, 0, num_ids - 1), axis=1)
-    kwargs = _take_columns(kwargs, columns, is_given, positions, prefix_ids, owned)
+    kwargs = _take_columns(kwargs, columns, is_given, positions, starts, owned)
     ends_in_pads = bool(num_ids and not is_real[:, -1].all())
-    layout = Layout(True, shared_len, owned, recounts_positions=ends_in_pads)
+    layout = Layout(True, reads, owned, recounts_positions=ends_in_pads)
     kwargs["position_ids"] = None
     return layout, with_positions_and_mask(kwargs, layout, positions, None, held.pads_first)
+
+
+def _computed_from(starts: RowPrefixes, lengths: Ints, num_asked: Any) -> RowPrefixes:
+    """How much of its prefix each row reads, and does not compute again.
+
+    What a row is asked logits of it has to compute: where it is the prefix itself its last token,
+    and under assisted decoding that token and the candidates. All rows of one prefix do so again,
+    to stay one group.
+    """
+    num_asked = max(1, num_asked) if isinstance(num_asked, int) else 1
+    seen = np.maximum(np.minimum(starts.chain_lengths, lengths - num_asked), 0)
+    for leaf in {leaf for leaf in starts.leaves if leaf is not None}:
+        rows = [row for row, its_leaf in enumerate(starts.leaves) if its_leaf is leaf]
+        length = int(seen[rows].min())
+        if possible := leaf.row_starts:
+            length = max((start for start in possible if start <= length), default=0)
+        seen[rows] = length
+    return starts.seeing(seen)
 
 
 def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[str, Any]]:
@@ -144,8 +156,8 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
     Raises:
         ValueError: If mask, rows or ids do not go with what the cache holds.
     """
-    num_rows, num_ids = _shape(kwargs)
-    starts_batch = held.lengths is None
+    num_rows, num_ids = shape_of(kwargs)
+    starts_batch, seen = held.lengths is None, held.reads.lengths
     known = np.zeros(num_rows, dtype=np.int64) if held.lengths is None else held.lengths
     if len(known) != num_rows:
         raise ValueError(
@@ -155,11 +167,12 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
     given = kwargs.get("attention_mask")
     dense_reason = None
     owned = np.ones((num_rows, num_ids), dtype=bool)
-    if isinstance(given, dict) or (given is not None and given.ndim != 2 and held.pads_first):
+    needs_2d = held.pads_first or not held.reads.is_even
+    if isinstance(given, dict) or (given is not None and given.ndim != 2 and needs_2d):
         shape = "a dict" if isinstance(given, dict) else f"{given.ndim}-dimensional"
         raise ValueError(
-            f"attention_mask is {shape}; with a prefix, this model needs [num_rows, num_columns], "
-            "from which every layer makes its own."
+            f"attention_mask is {shape}; with local layers, or prefixes of different length, pass "
+            "[num_rows, num_columns], from which every layer makes its own."
         )
     if given is not None and given.ndim != 2:
         dense_reason = f"a mask of {given.ndim} dimensions was given"
@@ -168,21 +181,20 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
         _check_mask(given, num_rows, num_ids)
         hidden = given[:, :num_hidden].sum(1).cpu().numpy()
         owned = given[:, num_hidden:].bool().cpu().numpy()
-        wrong = np.flatnonzero(hidden != held.shared_len + known)
+        wrong = np.flatnonzero(hidden != seen + known)
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
                 f"attention_mask shows {hidden[row]} tokens of row {row} before the {num_ids} new "
-                f"columns, the cache holds {held.shared_len + known[row]} "
-                f"({held.shared_len} of the prefix, {known[row]} private); pass a mask over "
+                f"columns, the cache holds {seen[row] + known[row]} "
+                f"({seen[row]} of the prefix, {known[row]} private); pass a mask over "
                 "everything held and the new tokens, or call cache.reset() to start again from "
                 "the prefix. Tokens of the prefix cannot be given again in a plain forward pass."
             )
-    layout = Layout(starts_batch, held.shared_len, owned, dense_reason)
+    layout = Layout(starts_batch, held.reads, owned, dense_reason)
     if held.recounts_positions and dense_reason is None:
         kwargs = {**kwargs, "position_ids": None}
-    starts = held.shared_len + known
-    positions = starts[:, None] + owned.cumsum(1) - 1
+    positions = (seen + known)[:, None] + owned.cumsum(1) - 1
     return layout, with_positions_and_mask(kwargs, layout, positions, held.owned, held.pads_first)
 
 
@@ -199,7 +211,7 @@ def _take_columns(
     columns: Ints,
     is_given: Bools,
     positions: Ints,
-    prefix_ids: Ints,
+    starts: RowPrefixes,
     owned: Bools,
 ) -> dict[str, Any]:
     kwargs = dict(kwargs)
@@ -214,7 +226,7 @@ def _take_columns(
         kwargs["inputs_embeds"] = embeds.gather(1, index.expand(-1, -1, embeds.shape[2]))
         return kwargs
     ids = kwargs["input_ids"]
-    known = torch.from_numpy(prefix_ids[np.clip(positions, 0, len(prefix_ids) - 1)])
+    known = torch.from_numpy(_prefix_tokens(starts, positions))
     index = torch.from_numpy(columns).to(ids.device)
     given = torch.from_numpy(is_given).to(ids.device)
     for name in ("input_ids", *PER_TOKEN_KWARGS):
@@ -226,6 +238,16 @@ def _take_columns(
         elif name == "input_ids":
             kwargs[name] = known.to(ids.device, ids.dtype)
     return kwargs
+
+
+def _prefix_tokens(starts: RowPrefixes, positions: Ints) -> Ints:
+    """The ids of the prefixes at `[num_rows, q_len]` positions; anything past their ends."""
+    tokens = np.zeros_like(positions)
+    for row in range(starts.num_rows):
+        ids = starts.ids(row)
+        if len(ids):
+            tokens[row] = ids[np.clip(positions[row], 0, len(ids) - 1)]
+    return tokens
 
 
 def with_positions_and_mask(
@@ -251,17 +273,22 @@ def with_positions_and_mask(
     if layout.dense_reason is not None:
         return kwargs
     before = layout.owned[:, :0] if before is None else before
-    if before.all() and layout.owned.all():
+    if layout.reads.is_even and before.all() and layout.owned.all():
         kwargs["attention_mask"] = None
     else:
-        everywhere = np.ones((len(before), layout.shared_len), dtype=bool)
-        columns = np.concatenate([everywhere, before, layout.owned], axis=1)
+        of_prefix = layout.reads.column_of_prefix()
+        columns = np.concatenate([of_prefix, before, layout.owned], axis=1)
         columns = np.sort(columns, axis=1) if pads_first else columns
         kwargs["attention_mask"] = torch.from_numpy(columns.astype(np.int64)).to(like.device)
     return kwargs
 
 
-def _shape(kwargs: dict[str, Any]) -> tuple[int, int]:
+def shape_of(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Rows and new columns of a forward.
+
+    Raises:
+        ValueError: If it has neither ids nor embeddings.
+    """
     for name in ("inputs_embeds", "input_ids"):
         tensor: Tensor | None = kwargs.get(name)
         if tensor is not None:

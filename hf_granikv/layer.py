@@ -6,8 +6,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.row_prefixes import Reading
 from hf_granikv.state import CacheState
-from hf_granikv.views import LayerStep, Window
+from hf_granikv.views import LayerStep, PrefixPart, Window
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -47,34 +48,30 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             ColdPoolFullError: If the pool may not grow; nothing has been written then.
         """
         state, layer_idx = self._state, self.layer_idx
-        prefix = state.prefix
-        if prefix is not None:
+        stored = state.prefixes.any
+        if stored is not None:
             state.is_generation_pending = False
-            _check_same_kind(key_states, prefix.keys[layer_idx], "keys", layer_idx)
-            _check_same_kind(value_states, prefix.values[layer_idx], "values", layer_idx)
+            _check_same_kind(key_states, stored.keys[layer_idx], "keys", layer_idx)
+            _check_same_kind(value_states, stored.values[layer_idx], "values", layer_idx)
         is_first = state.is_staged or self._step_id == state.step_id
-        if prefix is None and is_first:
+        if stored is None and is_first:
             self._check_same_as_held(key_states, value_states)
         step = state.begin_step(key_states) if is_first else state.current_step()
         self._step_id = state.step_id
         state.write(layer_idx, key_states, value_states)
-        if prefix is None:
+        if stored is None:
             if state.num_columns == step.plan.q_len:
                 return key_states, value_states
             return state.cold.read(layer_idx)
-        keys, values, start = (
-            prefix.keys[layer_idx],
-            prefix.values[layer_idx],
-            prefix.starts[layer_idx],
-        )
-        if state.shared_len < prefix.num_tokens:
-            num_seen = state.shared_len - start
-            keys, values = keys[:, :num_seen], values[:, :num_seen]
-        suffix_keys, suffix_values = state.cold.read(layer_idx)
+        parts = tuple(_part(reading, layer_idx) for reading in state.reads.readings())
         layer_step = LayerStep(
-            layer_idx, step.plan, keys, values, suffix_keys, suffix_values, start, self._window
+            layer_idx, step.plan, parts, *state.cold.read(layer_idx), self._window
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
+
+    def private(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
+        return self._state.cold.read(self.layer_idx)
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         keys, values = self._state.cold.storage(self.layer_idx)
@@ -101,6 +98,16 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Refuses likewise."""
         raise NotImplementedError("all layers share their rows; call reset on the cache.")
+
+
+def _part(reading: Reading, layer_idx: int) -> PrefixPart:
+    group, prefix = reading
+    keys, values = prefix.keys[layer_idx], prefix.values[layer_idx]
+    start = prefix.starts[layer_idx]
+    if group.stop < prefix.stop:
+        num_seen = max(0, group.stop - start)
+        keys, values = keys[:, :num_seen], values[:, :num_seen]
+    return PrefixPart(group, keys, values, start)
 
 
 def _check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:

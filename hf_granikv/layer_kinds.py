@@ -1,5 +1,6 @@
 """Which models a cache can serve, and which forwards of them, told from their config."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.cache_utils import (
 from hf_granikv.compat import DummyLayer
 from hf_granikv.hybrids import EXACT_HYBRIDS, stateful_kind
 from hf_granikv.pools import Prefix
+from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.views import LayerKind, Window
 
 # their generate drops the cache where the long RoPE sets in
@@ -132,20 +134,41 @@ class ServedModel:
                 "and start rows again with cache.reset()."
             )
 
-    def check_reach(self, prefix: Prefix, shared_len: int) -> None:
-        """Checks that every layer of a prefix holds what a query after `shared_len` tokens sees.
+    def check_reach(self, reads: RowPrefixes) -> None:
+        """Checks that every layer has stored what queries after the tokens of the prefixes see.
 
         Raises:
-            ValueError: If a local layer has stored too little of the prefix for that.
+            ValueError: If a local layer has stored too little of a prefix for that.
         """
-        for layer_idx, (layer, start) in enumerate(zip(self.layers, prefix.starts, strict=True)):
-            if layer.window is not None and layer.window.first_reached(shared_len) < start:
-                raise ValueError(
-                    f"rows would go on after {shared_len} of the {prefix.num_tokens} tokens of the "
-                    f"prefix; layer {layer_idx}, with a window of {layer.window.size}, holds it "
-                    f"from token {start} on. Give rows tokens of their own, and do not crop into "
-                    "the prefix."
-                )
+        windows = [
+            (i, kind.window) for i, kind in enumerate(self.layers) if kind.window is not None
+        ]
+        seen = zip(reads.leaves, reads.lengths.tolist(), strict=True) if windows else ()
+        for leaf, length in set(seen):
+            if leaf is None:
+                continue
+            for level in leaf.levels:
+                for layer_idx, window in windows:
+                    first = max(window.first_reached(length), level.reads_from)
+                    if first < min(length, level.stop, level.starts[layer_idx]):
+                        raise ValueError(
+                            f"rows would go on after {length} of the {leaf.stop} tokens of the "
+                            f"prefix; layer {layer_idx}, with a window of {window.size}, holds it "
+                            f"from token {level.starts[layer_idx]} on. Give rows tokens of their "
+                            "own, and do not crop into the prefix."
+                        )
+
+    def check_together(self, leaves: Sequence[Prefix | None]) -> None:
+        """Checks that rows which read these prefixes can be one batch.
+
+        Raises:
+            ValueError: If layers keep states and the rows do not all read the same.
+        """
+        if self.has_states and len(set(leaves)) > 1:
+            raise ValueError(
+                f"{self._first_stateful} keeps a state, so all rows of a batch must read the same "
+                f"prefix; these read {len(set(leaves))}. Run one batch for each."
+            )
 
     @property
     def has_length_limit(self) -> bool:

@@ -19,16 +19,18 @@ _METADATA: frozenset[Any] = frozenset(
 
 
 class LazyKeyValue(torch.Tensor):
-    """All keys, or all values, of one layer in one forward pass; in two parts.
+    """All keys, or all values, of one layer in one forward pass; in parts.
 
     It has the shape that `DynamicCache.update` would return,
     `[num_rows, num_kv_heads, kv_len, head_dim]`. The attention function of this package reads the
-    parts and never builds that tensor. A function that treats every token alike gives another lazy
+    parts, prefixes and suffix, and never builds that tensor. A function that treats every token alike gives another lazy
     tensor (`tokenwise`); any other torch function gets the dense one, built on first use and noted
     in the journal of the cache.
 
     Attributes:
         layer_step: Whose keys and values these are.
+        prefixes: Per part of the layer step, `[1, num_kv_heads, num_stored, head_dim]` what its group
+            shares, laid out as `suffix`.
         suffix: `[num_rows, num_kv_heads, max_suffix_len, head_dim]` what is private; tokens may
             have moved to another dimension.
         token_dim: The dimension of the tokens.
@@ -37,25 +39,25 @@ class LazyKeyValue(torch.Tensor):
     """
 
     layer_step: LayerStep
+    prefixes: tuple[Tensor, ...]
     suffix: Tensor
     token_dim: int
     is_buffer: bool
     is_written: bool
-    _prefix: Tensor
     _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, layer_step: LayerStep, *, is_value: bool) -> "LazyKeyValue":
         """Wraps one side of `layer_step`."""
-        prefix = layer_step.prefix_values if is_value else layer_step.prefix_keys
+        prefixes = tuple((p.values if is_value else p.keys)[None] for p in layer_step.parts)
         suffix = layer_step.suffix_values if is_value else layer_step.suffix_keys
-        return cls._of_parts(layer_step, prefix, suffix, 2)
+        return cls._of_parts(layer_step, prefixes, suffix, 2)
 
     @classmethod
     def _of_parts(
         cls,
         layer_step: LayerStep,
-        prefix: Tensor,
+        prefixes: tuple[Tensor, ...],
         suffix: Tensor,
         token_dim: int,
         *,
@@ -67,14 +69,9 @@ class LazyKeyValue(torch.Tensor):
             cls, shape, dtype=suffix.dtype, device=suffix.device
         )
         lazy.layer_step = layer_step
-        lazy._prefix, lazy.suffix, lazy.token_dim = prefix, suffix, token_dim
+        lazy.prefixes, lazy.suffix, lazy.token_dim = prefixes, suffix, token_dim
         lazy.is_buffer, lazy.is_written, lazy._dense = is_buffer, False, None
         return lazy
-
-    @property
-    def prefix(self) -> Tensor:
-        """`[1, num_kv_heads, num_kept, head_dim]` what all rows share, laid out as `suffix`."""
-        return self._prefix if self._prefix.ndim == self.suffix.ndim else self._prefix[None]
 
     def materialize(self, asked_by: str) -> Tensor:
         """The dense tensor, in the columns of the mask that the model was given.
@@ -92,12 +89,7 @@ class LazyKeyValue(torch.Tensor):
             raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
         plan.journal.note_dense(step.layer_idx, asked_by)
         suffix, index = self.suffix, plan.column_index
-        prefix = self.prefix.expand(suffix.shape[0], *self.prefix.shape[1:])
-        if step.prefix_start:
-            # no query of a local layer sees these; their columns are there all the same
-            shape = list(prefix.shape)
-            shape[dim] = step.prefix_start
-            prefix = torch.cat([prefix.new_zeros(shape), prefix], dim=dim)
+        prefix = self._laid_out(plan.longest_prefix)
         if index is not None and index.shape[1] == plan.kv_len:
             dense = _columns(torch.cat([prefix, suffix], dim=dim), index, dim)
         else:
@@ -106,6 +98,24 @@ class LazyKeyValue(torch.Tensor):
         # a buffer may be filled further
         self._dense = None if self.is_buffer else dense
         return dense
+
+    def _laid_out(self, num_columns: int) -> Tensor:
+        """The prefixes of each row, right-aligned in so many columns."""
+        shape, dim, step = list(self.suffix.shape), self.token_dim, self.layer_step
+        groups = [part.group for part in step.parts]
+        is_whole = len(groups) == 1 and groups[0].rows is None and not step.parts[0].start
+        if is_whole and self.prefixes[0].shape[dim] == num_columns:
+            return self.prefixes[0].expand(shape[0], *self.prefixes[0].shape[1:])
+        shape[dim] = num_columns
+        laid_out = self.suffix.new_zeros(shape)
+        ahead = (num_columns - step.plan.prefix_lens).tolist()
+        for part, tokens in zip(step.parts, self.prefixes, strict=True):
+            rows = range(shape[0]) if part.group.rows is None else part.group.rows.tolist()
+            for row in rows:
+                # what no query of a local layer sees is not stored; its columns are there all the same
+                columns = laid_out[row].narrow(dim - 1, ahead[row] + part.start, tokens.shape[dim])
+                columns.copy_(tokens[0])
+        return laid_out
 
     @classmethod
     def __torch_function__(
@@ -152,17 +162,15 @@ def step_of(key: LazyKeyValue, value: LazyKeyValue) -> LayerStep:
     step = key.layer_step
     if key.suffix is step.suffix_keys and value.suffix is step.suffix_values:
         return step
-    return replace(
-        step,
-        prefix_keys=key.prefix[0],
-        prefix_values=value.prefix[0],
-        suffix_keys=key.suffix,
-        suffix_values=value.suffix,
+    parts = tuple(
+        replace(part, keys=its_keys[0], values=its_values[0])
+        for part, its_keys, its_values in zip(step.parts, key.prefixes, value.prefixes, strict=True)
     )
+    return replace(step, parts=parts, suffix_keys=key.suffix, suffix_values=value.suffix)
 
 
 def _by_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a function on prefix and suffix apart; None if it does not go token by token."""
+    """Runs a function on prefixes and suffix apart; None if it does not go token by token."""
     if not args or not isinstance(lazy := args[0], LazyKeyValue):
         return None
     if func is torch.Tensor.copy_:
@@ -177,24 +185,25 @@ def _by_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if planned is None:
         return None
     token_dim, arguments = planned
-    prefix, suffix = (func(part, *arguments(part)) for part in (lazy.prefix, lazy.suffix))
+    *prefixes, suffix = (func(part, *arguments(part)) for part in (*lazy.prefixes, lazy.suffix))
     is_buffer = func is torch.Tensor.new_empty or lazy.is_buffer
 
-    def whole(prefix: Tensor, suffix: Tensor) -> LazyKeyValue:
+    def whole(suffix: Tensor, *prefixes: Tensor) -> LazyKeyValue:
         return LazyKeyValue._of_parts(
-            lazy.layer_step, prefix, suffix, token_dim, is_buffer=is_buffer
+            lazy.layer_step, prefixes, suffix, token_dim, is_buffer=is_buffer
         )
 
-    if isinstance(prefix, Tensor):
-        return whole(prefix, suffix)
-    return tuple(map(whole, prefix, suffix))
+    if isinstance(suffix, Tensor):
+        return whole(suffix, *prefixes)
+    return tuple(map(whole, suffix, *prefixes))
 
 
 def _fill(buffer: LazyKeyValue, source: Any) -> LazyKeyValue | None:
     is_alike = isinstance(source, LazyKeyValue) and source.token_dim == buffer.token_dim
     if not buffer.is_buffer or not is_alike or source.layer_step is not buffer.layer_step:
         return None
-    buffer.prefix.copy_(source.prefix)
+    for part, its_source in zip(buffer.prefixes, source.prefixes, strict=True):
+        part.copy_(its_source)
     buffer.suffix.copy_(source.suffix)
     return buffer
 

@@ -1,12 +1,16 @@
 """What a prefix may be computed from."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_granikv.config import is_count
+from hf_granikv.pools import Prefix
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -25,6 +29,74 @@ def one_row_of_ids(input_ids: Tensor) -> Tensor:
             "ids, [1, prefix_len], without padding."
         )
     return ids
+
+
+def check_extends(parent: Prefix | None, held: Collection[Prefix], num_tokens: int) -> None:
+    """Checks that a prefix of so many tokens may extend another.
+
+    Raises:
+        ValueError: If the cache does not hold that one, or a state cannot be told from so few tokens.
+    """
+    if parent is None:
+        return
+    if parent not in held:
+        raise ValueError(
+            f"parent is {parent}, which this cache does not hold; pass a prefix that its own "
+            "prefill returned and nobody released."
+        )
+    if parent.states and num_tokens < 2:
+        raise ValueError(
+            "a prefix of 1 token cannot extend another where layers keep states; give at least 2."
+        )
+
+
+def rows_of_ids(input_ids: Tensor, attention_mask: Tensor | None) -> list[NDArray[np.int64]]:
+    """Gives the tokens of each row of a batch, without pads.
+
+    Raises:
+        ValueError: If ids and mask are not `[num_rows, num_columns]` both.
+    """
+    ids = torch.as_tensor(input_ids)
+    mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
+    if ids.ndim != 2 or ids.dtype not in _ID_DTYPES or ids.shape != mask.shape:
+        raise ValueError(
+            f"input_ids is {tuple(ids.shape)} {ids.dtype}, attention_mask {tuple(mask.shape)}; give "
+            "token ids and a mask of whole prompts, [num_rows, num_columns] both."
+        )
+    tokens, is_token = ids.cpu().numpy().astype(np.int64), mask.bool().cpu().numpy()
+    return [row[shown] for row, shown in zip(tokens, is_token, strict=True)]
+
+
+def salts_of(salt: str | Sequence[str | None] | None, num_rows: int) -> list[str | None]:
+    """Gives the salt of each row.
+
+    Raises:
+        ValueError: If there is not one for each.
+    """
+    if salt is None or isinstance(salt, str):
+        return [salt] * num_rows
+    salts = list(salt)
+    if len(salts) != num_rows or not all(s is None or isinstance(s, str) for s in salts):
+        raise ValueError(
+            f"salt is {salts!r} for {num_rows} rows; give one str or None for each row, or for all."
+        )
+    return salts
+
+
+def check_salt(salt: str | None, parent: Prefix | None) -> str | None:
+    """Gives the salt of a prefix: its parent's where it has one.
+
+    Raises:
+        ValueError: If it is no str, or not its parent's.
+    """
+    if salt is not None and not isinstance(salt, str):
+        raise ValueError(f"salt is {salt!r}; give a str, or None.")
+    if parent is not None and salt not in (None, parent.salt):
+        raise ValueError(
+            f"salt is {salt!r}, the parent's is {parent.salt!r}; leave it out, or prefill the parent "
+            "under it too."
+        )
+    return salt if parent is None else parent.salt
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
@@ -53,21 +125,19 @@ def check_is_deterministic(model: PreTrainedModel) -> None:
         )
 
 
-def embedded(model: nn.Module, token_ids: Tensor, *, like: Tensor | None) -> Tensor | None:
-    """Gives the embeddings of a prefix to compare others with; None if there are no others.
+def embedded(model: nn.Module, token_ids: NDArray[np.int64], *, like: Tensor) -> Tensor:
+    """Gives the embeddings of a prefix to compare others with.
 
     Args:
         model: The transformers model.
-        token_ids: `[prefix_len]` on any device.
+        token_ids: `[prefix_len]`.
         like: What they will be compared with, on its device.
 
     Returns:
         `[prefix_len, hidden_size]`, detached.
     """
-    if like is None:
-        return None
     embed: Any = model.get_input_embeddings()  # type: ignore[operator]
-    found: Tensor = embed(token_ids.to(like.device)).detach()
+    found: Tensor = embed(torch.from_numpy(token_ids).to(like.device)).detach()
     return found
 
 

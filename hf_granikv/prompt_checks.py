@@ -1,11 +1,15 @@
 """Whether the prompts of a `generate` call go with the prefix in store."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hf_granikv.pools import Prefix
+from hf_granikv.row_prefixes import RowPrefixes
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -36,19 +40,29 @@ def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> No
         )
 
 
-def check_embeds(embeds: Tensor, is_real: Bools, hidden: Ints, prefix_embeds: Tensor) -> None:
+def check_embeds(
+    embeds: Tensor,
+    is_real: Bools,
+    hidden: Ints,
+    starts: RowPrefixes,
+    embeds_of: Mapping[Prefix, Tensor],
+) -> None:
     """Checks that embeddings of whole prompts start with those of the prefix.
 
     Args:
         embeds: `[num_rows, num_ids, hidden_size]`.
         is_real: `[num_rows, num_ids]` False for pads.
         hidden: `[num_rows]` tokens of the prefix that come before the new columns.
-        prefix_embeds: `[prefix_len, hidden_size]`.
+        starts: The prefixes of the rows.
+        embeds_of: `[stop, hidden_size]` embeddings of each chain.
 
     Raises:
         ValueError: Naming the first position that differs.
     """
-    for row, start in enumerate(hidden):
+    for row, (start, leaf) in enumerate(zip(hidden, starts.leaves, strict=True)):
+        if leaf is None:
+            continue
+        prefix_embeds = embeds_of[leaf]
         columns = torch.from_numpy(np.flatnonzero(is_real[row])[: len(prefix_embeds) - start])
         repeated = embeds[row, columns.to(embeds.device)]
         expected = prefix_embeds[start : start + len(repeated)]
@@ -63,24 +77,25 @@ def check_embeds(embeds: Tensor, is_real: Bools, hidden: Ints, prefix_embeds: Te
 
 
 def check_contains_prefix(
-    kwargs: dict[str, Any], lengths: Ints, is_real: Bools, hidden: Ints, prefix_ids: Ints
+    kwargs: dict[str, Any], lengths: Ints, is_real: Bools, hidden: Ints, starts: RowPrefixes
 ) -> None:
-    """Checks that every row starts with the whole prefix.
+    """Checks that every row starts with the whole of its prefix.
 
     Args:
         kwargs: The arguments of the forward.
         lengths: `[num_rows]` tokens of each row, the hidden ones included.
         is_real: `[num_rows, num_ids]` False for pads.
         hidden: `[num_rows]` tokens of the prefix that come before the new columns.
-        prefix_ids: `[prefix_len]`.
+        starts: The prefixes of the rows.
 
     Raises:
         ValueError: Naming the row, and the first token that differs.
     """
-    prefix_len = len(prefix_ids)
     input_ids = kwargs.get("input_ids")
     ids = None if input_ids is None or not input_ids.shape[1] else input_ids.cpu().numpy()
     for row, (length, start) in enumerate(zip(lengths, hidden, strict=True)):
+        prefix_ids = starts.ids(row)
+        prefix_len = len(prefix_ids)
         if ids is not None:
             repeated = ids[row][is_real[row]][: prefix_len - start]
             expected = prefix_ids[start : start + len(repeated)]

@@ -1,7 +1,7 @@
 """Running a model over a prefix, and what its layers keep of it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_granikv.announce import forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.recurrent import states_of
 from hf_granikv.views import LayerKind
@@ -17,6 +18,18 @@ from hf_granikv.views import LayerKind
 # a row that is exactly the prefix computes so many of its tokens again where layers keep states.
 # Two, since models run a single token through other code, and in zamba2 with another result
 NUM_REPEATED = 2
+
+
+class Extended(Protocol):
+    """A cache of this package that goes on from a prefix."""
+
+    layers: list[Any]
+
+    def announce(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Reads the arguments of a coming forward pass."""
+
+    def settle(self, *, is_complete: bool = False) -> None:
+        """Ends a forward pass."""
 
 
 class Recording(NamedTuple):
@@ -34,7 +47,12 @@ class Recording(NamedTuple):
 
 
 def record(
-    model: PreTrainedModel, ids: Tensor, kinds: Sequence[LayerKind], chunk_size: int | None
+    model: PreTrainedModel,
+    ids: Tensor,
+    kinds: Sequence[LayerKind],
+    chunk_size: int | None,
+    extended: Extended | None = None,
+    start: int = 0,
 ) -> Recording:
     """Runs a model over a prefix, stopping for a record of the states if layers keep any.
 
@@ -43,33 +61,41 @@ def record(
         ids: `[1, prefix_len]` token ids.
         kinds: What each layer asks of a cache.
         chunk_size: The most tokens of one forward, which bounds its activations; None for all.
+        extended: The cache to go on with, whose rows are one that reads the parent; None = start
+            from nothing, with transformers' own cache.
+        start: Tokens of the parent and all that it extends.
 
     Raises:
         ValueError: If the model does not keep its keys and values in the cache it is given.
     """
-    prefix_len, embedding = ids.shape[1], model.get_input_embeddings()
+    num_tokens, embedding = ids.shape[1], model.get_input_embeddings()
     ids = ids.to(next(embedding.parameters()).device)
+    recorder = extended or _fresh(model, kinds)
+    stateful = [recorder.layers[i] for i, kind in enumerate(kinds) if kind.num_states]
+    # rows may always compute the whole prefix again
+    states: dict[int, list[LayerStates]] = {0: []} if stateful and not start else {}
+    recorded = {num_tokens - NUM_REPEATED, num_tokens} if stateful else {num_tokens}
+    done = 0
+    for stop in _stops(num_tokens, chunk_size or num_tokens, recorded, has_states=bool(stateful)):
+        _run(model, ids[:, done:stop], start + done, recorder)
+        done = stop
+        if stateful and stop in recorded:
+            # the next part writes over them
+            states[start + stop] = [
+                {key: t.clone() for key, t in states_of(layer).items()} for layer in stateful
+            ]
+    pairs = [
+        _kept(model, recorder, layer_idx, kind, start, ids) for layer_idx, kind in enumerate(kinds)
+    ]
+    return Recording(pairs, states)
+
+
+def _fresh(model: PreTrainedModel, kinds: Sequence[LayerKind]) -> DynamicCache:
     recorder = DynamicCache(config=model.config.get_text_config(decoder=True))
     if any(kind.window is not None for kind in kinds):
         # a local layer would keep one token less than a row needs that is exactly the prefix
         recorder.activate_past_recording()
-    stateful = [recorder.layers[i] for i, kind in enumerate(kinds) if kind.num_states]
-    # rows may always compute the whole prefix again
-    states: dict[int, list[LayerStates]] = {0: []} if stateful else {}
-    recorded = {prefix_len - NUM_REPEATED, prefix_len} if stateful else {prefix_len}
-    start = 0
-    for stop in _stops(prefix_len, chunk_size or prefix_len, recorded, has_states=bool(stateful)):
-        _run(model, ids[:, start:stop], start, recorder)
-        start = stop
-        if stateful and stop in recorded:
-            # the next part writes over them
-            states[stop] = [
-                {key: t.clone() for key, t in states_of(layer).items()} for layer in stateful
-            ]
-    pairs = [
-        _kept(model, layer, kind, ids) for layer, kind in zip(recorder.layers, kinds, strict=True)
-    ]
-    return Recording(pairs, states)
+    return recorder
 
 
 def _stops(prefix_len: int, size: int, recorded: set[int], *, has_states: bool) -> list[int]:
@@ -86,28 +112,43 @@ def _stops(prefix_len: int, size: int, recorded: set[int], *, has_states: bool) 
     return sorted(stops)
 
 
-def _run(model: PreTrainedModel, ids: Tensor, start: int, recorder: DynamicCache) -> None:
+def _run(model: PreTrainedModel, ids: Tensor, start: int, recorder: Any) -> None:
     options: dict[str, Any] = {"use_cache": True, CACHE_ARGUMENT: recorder}
     if "position_ids" in forward_parameters(model.base_model):
         # as generate counts; RoBERTa's own count starts elsewhere
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         options["position_ids"] = positions[None]
+    options["input_ids"] = ids
+    is_ours = not isinstance(recorder, DynamicCache)
+    if is_ours:
+        options = recorder.announce(model, options)
     with torch.no_grad():
-        model.base_model(input_ids=ids, **options)
+        model.base_model(**options)
+    if is_ours:
+        recorder.settle(is_complete=True)
 
 
 def _kept(
-    model: PreTrainedModel, layer: object, kind: LayerKind, ids: Tensor
+    model: PreTrainedModel,
+    recorder: Any,
+    layer_idx: int,
+    kind: LayerKind,
+    start: int,
+    ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    prefix_len = ids.shape[1]
-    if not isinstance(layer, DynamicLayer):
-        nothing = ids.new_empty(0, prefix_len, 0)
+    num_tokens, layer = ids.shape[1], recorder.layers[layer_idx]
+    if not kind.stores or not isinstance(layer, (DynamicLayer, AsymmetricPagedLayer)):
+        nothing = ids.new_empty(0, num_tokens, 0)
         return nothing, nothing
-    keys, values = layer.keys, layer.values
-    if keys is None or values is None or keys.shape[2] != prefix_len:
+    keys, values = (
+        layer.private() if isinstance(layer, AsymmetricPagedLayer) else (layer.keys, layer.values)
+    )
+    if keys is None or values is None or keys.shape[2] != num_tokens:
         raise ValueError(
             f"{type(model).__name__} does not keep its keys and values in the cache it is given; "
             "it cannot be served."
         )
-    start = 0 if kind.window is None else kind.window.first_reached(prefix_len - 1)
-    return keys[0, :, start:], values[0, :, start:]
+    first = 0
+    if kind.window is not None:
+        first = max(0, kind.window.first_reached(start + num_tokens - 1) - start)
+    return keys[0, :, first:], values[0, :, first:]

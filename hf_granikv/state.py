@@ -1,20 +1,23 @@
-"""What all layers of one cache share: the prefix, the rows, and the forward under way."""
+"""What all layers of one cache share: the prefixes, the rows, and the forward under way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import finalize
 
 import numpy as np
 from torch import Tensor
 
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import UnannouncedForwardError
+from hf_granikv.held_prefixes import HeldPrefixes
 from hf_granikv.inputs import Bools, HeldRows, Layout
 from hf_granikv.journal import Journal
 from hf_granikv.pools import ColdPool, HotPool, Prefix, RowStates
 from hf_granikv.pools.cold import ColdWrite
+from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.views import LayerKind, StepPlan
 from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
+
+NO_ROWS = RowPrefixes.whole(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,9 @@ class CacheState:
         hot: The pool of prefixes, shared with every fork.
         cold: The pool of private tokens, this cache's own.
         row_states: What layers keep of the rows that do not keep tokens.
-        prefix: The prefix that rows start from; None for a plain cache.
-        shared_len: Prefix tokens that the rows see; less than the prefix after a crop into it.
+        prefixes: What is held of `hot`, and what the next batch starts from.
+        reads: The prefixes that the rows read; of no rows where none are held.
+        num_cropped: Prefix tokens that a crop took from the rows of a batch that has yet to start.
         num_columns: Mask columns since the prefix.
         peak_bytes: The most that rows of batches before this one held, since the last release.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
@@ -52,8 +56,9 @@ class CacheState:
         self.cold = ColdPool(len(layers), limit=options.cold_slots)
         self.row_states = RowStates()
         self.journal = Journal()
-        self.prefix: Prefix | None = None
-        self.shared_len = 0
+        self.prefixes = HeldPrefixes(hot)
+        self.reads = NO_ROWS
+        self.num_cropped = 0
         self.num_columns = 0
         self.step_id = 0
         self.is_generation_pending = False
@@ -62,9 +67,8 @@ class CacheState:
         self._staged: Layout | None = None
         self._step: Step | None = None
         self._is_open = False
-        self._shared_before: int | None = None
+        self._cropped_before: int | None = None
         self.peak_bytes = 0
-        self._hold: finalize | None = None
 
     @property
     def num_rows(self) -> int:
@@ -74,21 +78,22 @@ class CacheState:
     @property
     def num_held(self) -> int:
         """Columns held: of the prefix and since."""
-        return self.shared_len + self.num_columns
+        if self.num_rows:
+            return self.reads.longest + self.num_columns
+        return max(0, self.prefixes.longest - self.num_cropped) + self.num_columns
 
-    def held_rows(self) -> HeldRows:
-        """The rows as `inputs` needs to see them."""
-        starts = () if self.prefix is None else self.prefix.states
+    def held_rows(self, num_rows: int) -> HeldRows:
+        """The rows as `inputs` needs to see them; if there are none, those that would start."""
         if not self.num_rows:
-            return HeldRows(self.shared_len, None, None, False, self.has_windows, starts)
+            starts = self.prefixes.starting_rows(num_rows).shortened(self.num_cropped)
+            return HeldRows(starts, None, None, False, self.has_windows)
         lengths, owned = self.cold.table.lengths, self._owned_columns()
-        recounts = self.recounts_positions
-        return HeldRows(self.shared_len, lengths, owned, recounts, self.has_windows, starts)
+        return HeldRows(self.reads, lengths, owned, self.recounts_positions, self.has_windows)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
-        if self._staged is not None:
-            return self._staged.shared_len + (0 if self._staged.starts_batch else self.num_columns)
+        if (staged := self._staged) is not None:
+            return staged.reads.longest + (0 if staged.starts_batch else self.num_columns)
         if layer_step_id != self.step_id and self._step is not None:
             return self.num_held - self._step.plan.q_len
         return self.num_held
@@ -101,9 +106,8 @@ class CacheState:
         """
         self.settle()
         if layout.starts_batch:
-            stored = () if self.prefix is None else self.prefix.states.get(layout.shared_len, ())
             self.peak_bytes = max(self.peak_bytes, self.private_bytes)
-            self.row_states.begin(stored, len(layout.owned))
+            self.row_states.begin(layout.reads.states(), len(layout.owned))
         self.row_states.open_step()
         self._staged = layout
 
@@ -126,16 +130,16 @@ class CacheState:
             layout = self._plain_layout(num_rows, q_len)
         counts = layout.owned.sum(1)
         self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
-        self._shared_before = None
+        self._cropped_before = None
         if layout.starts_batch:
-            self._shared_before = self._reset_shared_len
-            self._start_rows(num_rows, layout.shared_len)
+            self._cropped_before = self._cropped_once_gone
+            self._start_rows(num_rows, layout.reads)
             self.recounts_positions = layout.recounts_positions
         before = self.cold.table.lengths
         is_even = bool(layout.owned.all())
         source = None if is_even else np.flatnonzero(layout.owned)
         # without a prefix the cache replaces DynamicCache and must not hold more than it does
-        spare = 1 / 128 if self.prefix is None else 1 / 8
+        spare = 1 / 8 if self.prefixes else 1 / 128
         write = self.cold.extend(counts, source, spare=spare)
         if self._owned is not None or not is_even:
             self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
@@ -170,14 +174,15 @@ class CacheState:
         staged, self._staged = self._staged, None
         is_half = self._is_open and not is_complete
         self._is_open = False
-        shared_before = self._shared_before
+        cropped_before = self._cropped_before
         if staged is not None:
-            shared_before = self._reset_shared_len if staged.starts_batch else None
+            cropped_before = self._cropped_once_gone if staged.starts_batch else None
         if is_half:
             self.crop(self.current_step().plan.q_len)
         has_failed = is_half or (self.row_states.is_open and not is_complete)
-        if has_failed and shared_before is not None:
-            self._start_rows(0, shared_before)
+        if has_failed and cropped_before is not None:
+            self._start_rows(0, NO_ROWS)
+            self.num_cropped = cropped_before
             self.row_states.release()
         elif is_half and not self.row_states.is_open:
             self.row_states.tear()
@@ -195,7 +200,10 @@ class CacheState:
             self._owned = self._owned[:, :kept]
         self.cold.truncate(counts)
         self.num_columns = kept
-        self.shared_len = max(0, self.shared_len - (num_columns - from_rows))
+        if self.num_rows:
+            self.reads = self.reads.shortened(num_columns - from_rows)
+        else:
+            self.num_cropped += num_columns - from_rows
         self._step = None
 
     def select_rows(self, indices: np.ndarray) -> None:
@@ -209,36 +217,35 @@ class CacheState:
             )
         self.cold.select(indices)
         self.row_states.select(indices)
+        self.reads = self.reads.selected(indices)
         self._owned = None if self._owned is None else self._owned[indices]
 
     def check_takes_prefix(self) -> None:
         """Checks that a prefix may come.
 
         Raises:
-            ValueError: If there is one already, or rows that do not start from it.
+            ValueError: If there are rows that started without any.
         """
-        if self.prefix is not None or self.num_rows:
-            held = f"{self.num_rows} rows already; call cache.reset() first"
-            if self.prefix is not None:
-                held = "a prefix already; call cache.release(prefix) first"
-            raise ValueError(f"the cache holds {held}, or build another cache.")
+        if self.num_rows and not self.prefixes:
+            raise ValueError(
+                f"the cache holds {self.num_rows} rows already; call cache.reset() first, or build "
+                "another cache."
+            )
 
-    def hold(self, prefix: Prefix) -> None:
-        """Takes over one hold of a prefix, until `let_go` or the end of this state."""
-        self.prefix = prefix
-        self._hold = finalize(self, self.hot.release, prefix)
-        self._hold.atexit = False
+    def let_go(self, prefix: Prefix) -> None:
+        """Drops one hold (`HeldPrefixes`), and the rows if they read what is gone then."""
+        self.prefixes.let_go(prefix)
+        if not self.prefixes or not self.prefixes.serve(self.reads):
+            self.release_rows()
 
-    def let_go(self) -> None:
-        """Drops the hold and the rows that start from the prefix."""
-        assert self._hold is not None
-        self._hold()
-        self.prefix = self._hold = None
+    def let_all_go(self) -> None:
+        """Drops every hold and all rows."""
+        self.prefixes.let_all_go()
         self.release_rows()
 
     def release_rows(self) -> None:
         """Frees everything private; the prefix stays and is whole again."""
-        self._start_rows(0, self._whole_len)
+        self._start_rows(0, NO_ROWS)
         self.cold.release()
         self.row_states.release()
         self.peak_bytes = 0
@@ -249,10 +256,9 @@ class CacheState:
         """An independent state over the same HOT pool; the row states are the layers' to copy."""
         twin = CacheState(self.layers, self.options, self.hot)
         twin.cold = self.cold.copy()
-        if self.prefix is not None:
-            self.hot.acquire(self.prefix)
-            twin.hold(self.prefix)
-        twin.shared_len, twin.num_columns = self.shared_len, self.num_columns
+        twin.prefixes.copy_from(self.prefixes)
+        twin.reads, twin.num_cropped = self.reads, self.num_cropped
+        twin.num_columns = self.num_columns
         twin.step_id, twin.recounts_positions = self.step_id, self.recounts_positions
         twin._owned = None if self._owned is None else self._owned.copy()
         return twin
@@ -263,21 +269,17 @@ class CacheState:
         return self.cold.num_bytes + self.row_states.num_bytes
 
     @property
-    def _whole_len(self) -> int:
-        return 0 if self.prefix is None else self.prefix.num_tokens
+    def _cropped_once_gone(self) -> int:
+        """Prefix tokens that rows to come lack once those held now are gone."""
+        return 0 if self.num_rows else self.num_cropped
 
-    @property
-    def _reset_shared_len(self) -> int:
-        """Prefix tokens that rows see once those held now are gone."""
-        return self._whole_len if self.num_rows else self.shared_len
-
-    def _start_rows(self, num_rows: int, shared_len: int) -> None:
+    def _start_rows(self, num_rows: int, reads: RowPrefixes) -> None:
         self.cold.begin(num_rows)
         self.num_columns, self._owned, self.recounts_positions = 0, None, False
-        self.shared_len = shared_len
+        self.reads, self.num_cropped = reads, 0
 
     def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
-        if self.prefix is not None:
+        if self.prefixes:
             self.row_states.tear()
             raise UnannouncedForwardError
         if self.num_rows and self.num_rows != num_rows:
@@ -285,25 +287,25 @@ class CacheState:
                 f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "
                 "reset() this one, or repeat its rows with batch_repeat_interleave."
             )
-        starts_batch = not self.num_rows
-        return Layout(starts_batch, self.shared_len, np.ones((num_rows, q_len), dtype=bool))
+        reads = self.reads if self.num_rows else RowPrefixes.whole([None] * num_rows)
+        return Layout(not self.num_rows, reads, np.ones((num_rows, q_len), dtype=bool))
 
     def _plan(self, layout: Layout, before: np.ndarray) -> StepPlan:
         table, owned, mask, columns = self.cold.table, layout.owned, None, None
         # without a prefix nobody reads it, and it is as large as the scores of one head
-        if self.prefix is not None:
+        if self.prefixes:
             mask = suffix_mask(owned, before, table.max_length)
         if self._owned is not None:
             columns = dense_columns(
-                self._owned, table.lengths, self.shared_len, pads_first=self.has_windows
+                self._owned, table.lengths, self.reads.longest, pads_first=self.has_windows
             )
         return StepPlan(
             num_rows=self.num_rows,
             q_len=owned.shape[1],
-            shared_len=self.shared_len,
+            prefix_lens=self.reads.lengths,
             kv_len=self.num_held,
             suffix_mask=mask,
-            positions=self.shared_len + before[:, None] + owned.cumsum(1) - 1,
+            positions=(self.reads.lengths + before)[:, None] + owned.cumsum(1) - 1,
             is_token=owned,
             column_index=columns,
             dense_reason=layout.dense_reason,

@@ -90,6 +90,40 @@ class GroupShape:
     is_capped: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixGroup:
+    """Rows of a batch that read the same tokens of one stored prefix.
+
+    Attributes:
+        rows: `[num_rows]` ascending; None for all rows of the batch.
+        depth: Prefixes that these rows read before this one.
+        start: Position of the first token they read of it.
+        stop: Position after the last.
+    """
+
+    rows: NDArray[np.int64] | None
+    depth: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixPart:
+    """What one layer has stored of the tokens that a group reads.
+
+    Attributes:
+        group: Who reads them.
+        keys: `[num_kv_heads, group.stop - start, head_dim]`.
+        values: Likewise.
+        start: Position of the first token; later than the group's where no window sees further.
+    """
+
+    group: PrefixGroup
+    keys: Tensor
+    values: Tensor
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One forward pass: made once at its first layer, read by all. Its tensors are on the CPU.
@@ -97,16 +131,16 @@ class StepPlan:
     Attributes:
         num_rows: Rows of the batch.
         q_len: Tokens per row in this forward, pads included.
-        shared_len: Prefix tokens that every row sees.
-        kv_len: Columns of the attention mask: `shared_len` and all columns since.
+        prefix_lens: `[num_rows]` prefix tokens that each row sees.
+        kv_len: Columns of the attention mask: the most of those, and all columns since.
         suffix_mask: `[num_rows or 1, 1, q_len, max_suffix_len]` bool, True where a query sees a
             private token; None if every query sees all of them, or there is no prefix.
         positions: `[num_rows, q_len]` position of each query in its row; that of the token before
             for a pad.
         is_token: `[num_rows, q_len]` False for pads.
         column_index: `[num_rows, num_columns]` the private token of each of the last `num_columns`
-            columns, or, where there are `kv_len` of them, the position; None if columns and tokens
-            agree.
+            columns, or, where there are `kv_len` of them, the token of the row laid out with its
+            prefix right-aligned; None if columns and tokens agree.
         dense_reason: Why the shared path must not be used in this forward, or None.
         dense_refusal: Why the dense route would go wrong in this forward, or None.
         dispatch: The caller's choice of backend.
@@ -116,7 +150,7 @@ class StepPlan:
 
     num_rows: int
     q_len: int
-    shared_len: int
+    prefix_lens: NDArray[np.int64]
     kv_len: int
     suffix_mask: Tensor | None
     positions: NDArray[np.int64]
@@ -128,6 +162,11 @@ class StepPlan:
     journal: Journal
     scratch: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def longest_prefix(self) -> int:
+        """Columns of the prefix: what the row sees that sees most."""
+        return int(self.prefix_lens.max(initial=0))
+
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
@@ -136,21 +175,17 @@ class LayerStep:
     Attributes:
         layer_idx: The layer.
         plan: The forward pass.
-        prefix_keys: `[num_kv_heads, shared_len - prefix_start, head_dim]`.
-        prefix_values: Likewise.
+        parts: What is stored of the prefixes, parents before their children.
         suffix_keys: `[num_rows, num_kv_heads, max_suffix_len, head_dim]`, strided.
         suffix_values: Likewise.
-        prefix_start: Position of the first prefix token that the layer has stored.
         window: What the layer sees; None = everything before.
     """
 
     layer_idx: int
     plan: StepPlan
-    prefix_keys: Tensor
-    prefix_values: Tensor
+    parts: tuple[PrefixPart, ...]
     suffix_keys: Tensor
     suffix_values: Tensor
-    prefix_start: int = 0
     window: Window | None = None
 
 

@@ -29,23 +29,23 @@ def suffix_mask(owned: Bools, before: Ints, width: int) -> Tensor | None:
     return torch.from_numpy(visible[:, None])
 
 
-def dense_columns(owned: Bools, lengths: Ints, shared_len: int, *, pads_first: bool) -> Tensor:
+def dense_columns(owned: Bools, lengths: Ints, prefix_len: int, *, pads_first: bool) -> Tensor:
     """Tells which token lies in each column of dense keys and values; pads repeat one.
 
     Args:
         owned: `[num_rows, num_columns]` which columns since the prefix are tokens.
         lengths: `[num_rows]` private tokens of each row.
-        shared_len: Prefix tokens that the rows see.
+        prefix_len: Columns of the prefix.
         pads_first: Whether a row's pads come before the prefix, and not where they were given.
 
     Returns:
-        `[num_rows, num_columns]` private tokens, or, with pads first, `[num_rows, kv_len]`
-        positions.
+        `[num_rows, num_columns]` private tokens, or, with pads first, `[num_rows, kv_len]` tokens
+        of the row, whose prefix is right-aligned.
     """
     if not pads_first:
         return torch.from_numpy(np.maximum(owned.cumsum(1) - 1, 0))
     num_columns = owned.shape[1]
-    columns = np.arange(shared_len + num_columns) - (num_columns - lengths)[:, None]
+    columns = np.arange(prefix_len + num_columns) - (num_columns - lengths)[:, None]
     return torch.from_numpy(np.maximum(columns, 0))
 
 

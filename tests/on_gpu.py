@@ -33,7 +33,7 @@ def main() -> None:
     beams = {"num_beams": 2, "num_return_sequences": 2}
     expected = new_tokens(plain, left_padded(rows), use_cache=False, **beams)
     assert new_tokens(model, inputs, **cached(held), **beams) == expected
-    devices = [keys.device.type for keys in held._state.prefix.keys]
+    devices = [keys.device.type for keys in held._state.prefixes.only.keys]
     assert devices == ["cuda", "cpu"], devices
     held.check_integrity()
     print("layers on cuda and cpu: tokens equal, greedy and with beams")

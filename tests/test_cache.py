@@ -268,7 +268,7 @@ def test_a_fork_shares_the_prefix_and_nothing_else(
     history = suffixes(4, 4)
     step(model, cache, history)
     hot_bytes, twin = cache.stats().hot_bytes, copied(cache)
-    assert twin._state.prefix is cache._state.prefix
+    assert twin._state.prefixes.only is cache._state.prefixes.only
     assert cache.stats().hot_bytes == twin.stats().hot_bytes == hot_bytes
     first, second = suffixes(3, 3, seed=300), suffixes(2, 2, seed=400)
     assert_logits(
@@ -292,7 +292,7 @@ def test_a_fork_shares_the_prefix_and_nothing_else(
 def test_a_fork_outlives_the_release_of_its_origin(
     model: PreTrainedModel, cache: AsymmetricPagedCache
 ) -> None:
-    prefix, twin = cache._state.prefix, cache.fork()
+    prefix, twin = cache._state.prefixes.only, cache.fork()
     cache.release(prefix)
     assert cache.get_seq_length() == 0
     assert generates_right(model, twin)
@@ -302,7 +302,7 @@ def test_a_fork_outlives_the_release_of_its_origin(
 
 def test_a_fork_that_is_gone_no_longer_holds_the_prefix(cache: AsymmetricPagedCache) -> None:
     """Forks are dropped, not released, by those who make one per turn."""
-    twin, prefix = cache.fork(), cache._state.prefix
+    twin, prefix = cache.fork(), cache._state.prefixes.only
     memory = StorageWeakRef(prefix.keys[0].untyped_storage())
     del twin
     cache.release(prefix)

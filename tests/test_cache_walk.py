@@ -91,9 +91,9 @@ class Held:
         assert cache.batch_size == (len(self.rows) or -1)
         stats = cache.stats()
         assert stats.cold_tokens == self.num_live
-        assert (state.prefix is None) == (not self.prefix)
-        if state.prefix is not None:
-            stored = (*state.prefix.keys, *state.prefix.values)
+        assert (state.prefixes.only is None) == (not self.prefix)
+        if state.prefixes.only is not None:
+            stored = (*state.prefixes.only.keys, *state.prefixes.only.values)
             assert [(t.data_ptr(), t._version) for t in stored] == self.marks
         if any(self.rows):
             for layer_idx in range(NUM_LAYERS):
@@ -286,8 +286,8 @@ class CacheWalk(RuleBasedStateMachine):
     @rule(prefix_len=st.integers(0, 7), seed=st.integers(0, 99))
     def replace_the_prefix(self, prefix_len: int, seed: int) -> None:
         held, state = self.held, self.held.cache._state
-        if state.prefix is not None:
-            held.cache.release(state.prefix)
+        if state.prefixes.only is not None:
+            held.cache.release(state.prefixes.only)
         held.cache.reset()
         held.prefix, held.marks = [], []
         held.start([], 0)

@@ -251,7 +251,7 @@ def test_bad_prompts_are_refused_before_the_first_chunk(model: PreTrainedModel, 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom", "deepseek_v3", "qwen3_moe"])
 def test_a_prefix_in_chunks_is_the_prefix(tiny_model: Build, family: str, chunk_size: int) -> None:
     model = tiny_model(family, "granikv" if family in SHARED_PATH else "eager")
-    cache, want = AsymmetricPagedCache(model.config), prefilled(model)._state.prefix
+    cache, want = AsymmetricPagedCache(model.config), prefilled(model)._state.prefixes.only
     made: list[Any] = []
     sizes = widths(
         model, lambda: made.append(cache.prefill(model, prefix_ids(), chunk_size=chunk_size))

@@ -45,9 +45,12 @@ def held(family: Family) -> Any:
     state = cache._state
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         ids = torch.tensor(PREFIX)
-    state.hold(state.hot.seal(ids, pairs))
-    state.release_rows()
+    state.prefixes.take(state.hot.seal(ids, pairs))
     return cache
+
+
+def layout_of(cache: Any, starts_batch: bool, owned: np.ndarray) -> Layout:
+    return Layout(starts_batch, cache._state.prefixes.starting_rows(len(owned)), owned)
 
 
 def step(cache: Any, layout: Layout) -> list[tuple[Tensor, Tensor]]:
@@ -68,7 +71,8 @@ def test_every_layer_works_on_its_own_device(family: Family, owned: np.ndarray) 
     cache, module = held(family), nn.Module()
     module.num_key_value_groups = 2
     one = np.ones((2, 1), dtype=bool)
-    for layout in (Layout(True, P, owned), Layout(False, P, one), Layout(False, P, owned)):
+    for starts_batch, columns in ((True, owned), (False, one), (False, owned)):
+        layout = layout_of(cache, starts_batch, columns)
         returned = step(cache, layout)
         for device, (keys, values) in zip(DEVICES, returned, strict=True):
             assert isinstance(keys, LazyKeyValue)
@@ -83,9 +87,9 @@ def test_every_layer_works_on_its_own_device(family: Family, owned: np.ndarray) 
 
 def test_rows_that_moved_are_read_on_every_device() -> None:
     cache = held(SHARED_PATH["llama"])
-    step(cache, Layout(True, P, EVEN))
+    step(cache, layout_of(cache, True, EVEN))
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         cache.reorder_cache(torch.tensor([1, 1]))
         cache.batch_repeat_interleave(2)
-    returned = step(cache, Layout(False, P, np.ones((4, 1), dtype=bool)))
+    returned = step(cache, layout_of(cache, False, np.ones((4, 1), dtype=bool)))
     assert [keys.materialize("a test").device for keys, _ in returned] == DEVICES

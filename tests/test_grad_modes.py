@@ -66,10 +66,10 @@ def test_no_gradient_reaches_the_weights_through_a_prefix() -> None:
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     cache = AsymmetricPagedCache(model.config)
     cache.prefill(model, prefix_ids())
-    keys = [key.clone() for key in cache._state.prefix.keys]
+    keys = [key.clone() for key in cache._state.prefixes.only.keys]
     logits = model(input_ids=torch.tensor(suffixes(5)), **cached(cache)).logits
     logits.log_softmax(-1)[..., 0].sum().backward()
     assert model.lm_head.weight.grad is not None
-    assert all(map(torch.equal, cache._state.prefix.keys, keys))
+    assert all(map(torch.equal, cache._state.prefixes.only.keys, keys))
     # the graph is gone with the first backward; a second forward starts another
     model(input_ids=torch.tensor(suffixes(2)), **cached(cache)).logits.sum().backward()

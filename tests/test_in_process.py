@@ -62,7 +62,7 @@ def test_copies_are_independent_and_share_the_prefix(
     new_tokens(model, left_padded(ROWS[:2]), num_new=3, **cached(cache))
     before, twin = observed(cache), copied(cache)
     assert type(twin) is AsymmetricPagedCache
-    assert twin._state.prefix is cache._state.prefix
+    assert twin._state.prefixes.only is cache._state.prefixes.only
     assert new_tokens(model, left_padded(ROWS), **cached(twin)) == alone(model, ROWS)
     twin.invalidate()
     assert observed(cache) == before

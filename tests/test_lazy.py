@@ -2,6 +2,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_granikv.attention import granikv_attention
 from hf_granikv.journal import Journal
 from hf_granikv.lazy import LazyKeyValue
-from hf_granikv.views import LayerStep, StepPlan
+from hf_granikv.views import LayerStep, PrefixGroup, PrefixPart, StepPlan
 
 ROWS, HEADS, PREFIX_LEN, HEAD_DIM = 3, 2, 5, 4
 # which columns since the prefix hold a token: pads to the left, in the middle, and nowhere
@@ -30,7 +31,7 @@ def layer_step(
     plan = StepPlan(
         num_rows=ROWS,
         q_len=q_len,
-        shared_len=PREFIX_LEN,
+        prefix_lens=np.full(ROWS, PREFIX_LEN),
         kv_len=PREFIX_LEN + owned.shape[1],
         suffix_mask=None if is_even and q_len == 1 else mask,
         positions=(PREFIX_LEN + seen - 1).numpy(),
@@ -44,8 +45,14 @@ def layer_step(
     return LayerStep(
         layer_idx,
         plan,
-        torch.randn(HEADS, PREFIX_LEN, HEAD_DIM),
-        torch.randn(HEADS, PREFIX_LEN, width),
+        (
+            PrefixPart(
+                PrefixGroup(None, 0, 0, PREFIX_LEN),
+                torch.randn(HEADS, PREFIX_LEN, HEAD_DIM),
+                torch.randn(HEADS, PREFIX_LEN, width),
+                0,
+            ),
+        ),
         torch.randn(*suffix_shape, HEAD_DIM),
         torch.randn(*suffix_shape, width),
     )
@@ -53,7 +60,7 @@ def layer_step(
 
 def dense(step: LayerStep, owned: Tensor, *, is_value: bool) -> Tensor:
     """Puts every token where its column is, one by one; a pad repeats the token before it."""
-    prefix = step.prefix_values if is_value else step.prefix_keys
+    prefix = step.parts[0].values if is_value else step.parts[0].keys
     suffix = step.suffix_values if is_value else step.suffix_keys
     out = torch.empty(ROWS, HEADS, PREFIX_LEN + owned.shape[1], suffix.shape[-1])
     for row in range(ROWS):

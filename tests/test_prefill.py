@@ -100,7 +100,7 @@ def test_gradient_modes_may_change_between_calls(
         assert new_tokens(model, inputs, **cached(cache)) == alone(model, ROWS)
         model(input_ids=later, **cached(cache))
     cache.check_integrity()
-    tensors = (*cache._state.prefix.keys, *cache._state.prefix.values)
+    tensors = (*cache._state.prefixes.only.keys, *cache._state.prefixes.only.values)
     assert not any(t.requires_grad or t.is_inference() for t in tensors)
 
 
@@ -145,12 +145,17 @@ def test_ids_that_are_not_one_row_are_refused(model: PreTrainedModel, name: str)
     assert new_tokens(model, left_padded(ROWS), **cached(cache)) == alone(model, ROWS)
 
 
-def test_a_second_prefix_is_refused(model: PreTrainedModel) -> None:
+def test_the_same_ids_are_stored_once_and_held_twice(model: PreTrainedModel) -> None:
     cache = prefilled(model)
-    prefix = cache._state.prefix
-    call = lambda: cache.prefill(model, prefix_ids())  # noqa: E731
-    assert_refused(cache, model, call, ValueError, "holds a prefix already")
-    assert cache._state.prefix is prefix
+    prefix, held = cache._state.prefixes.only, cache.stats().hot_bytes
+    assert cache.prefill(model, prefix_ids()) is prefix
+    assert cache.stats().hot_bytes == held
+    cache.release(prefix)
+    assert new_tokens(model, left_padded(ROWS), **cached(cache)) == alone(model, ROWS)
+    cache.release(prefix)
+    assert cache.stats().hot_bytes == 0
+    with pytest.raises(ValueError, match="does not hold"):
+        cache.release(prefix)
 
 
 def test_a_prefix_under_rows_that_run_already_is_refused(model: PreTrainedModel) -> None:

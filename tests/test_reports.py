@@ -132,7 +132,7 @@ def test_bytes_of_the_prefix_do_not_depend_on_its_readers(
 def test_the_same_call_five_times_changes_nothing(model: PreTrainedModel) -> None:
     """Tokens, the prefix to the bit and to the address; and after reset no private byte is left."""
     cache, inputs = prefilled(model), left_padded(whole(suffixes(3, 7, 0, 5)))
-    tensors = (*cache._state.prefix.keys, *cache._state.prefix.values)
+    tensors = (*cache._state.prefixes.only.keys, *cache._state.prefixes.only.values)
 
     def seen() -> list[tuple[int, str]]:
         digests = [hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in tensors]

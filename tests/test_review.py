@@ -127,7 +127,7 @@ def test_what_a_fork_learns_stays_with_it(tiny_model: Build) -> None:
 def test_a_released_prefix_is_not_counted_for_the_sake_of_a_fork(tiny_model: Build) -> None:
     cache = prefilled(tiny_model("llama"))
     fork = cache.fork()
-    cache.release(fork._state.prefix)
+    cache.release(fork._state.prefixes.only)
     assert cache.stats().hot_bytes == 0
     assert fork.stats().hot_tokens == len(PREFIX)
 

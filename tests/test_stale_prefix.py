@@ -221,7 +221,7 @@ def test_an_attached_object_is_watched_too(model: PreTrainedModel) -> None:
 def test_a_new_prefix_forgets_the_objects_of_the_old_one(model: PreTrainedModel) -> None:
     other, cache = SHARED_PATH["llama"].model(attn_implementation="granikv"), prefilled(model)
     cache.attach(other)
-    cache.release(cache._state.prefix)
+    cache.release(cache._state.prefixes.only)
     shift(model)
     cache.prefill(model, prefix_ids())
     with pytest.raises(RuntimeError, match=r"cache\.attach"):

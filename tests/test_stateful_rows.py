@@ -83,7 +83,7 @@ def test_a_copy_shares_the_prefix_and_nothing_else(
 ) -> None:
     twin = copied(cache)
     assert twin.stats().hot_bytes == cache.stats().hot_bytes
-    assert twin._state.prefix is cache._state.prefix
+    assert twin._state.prefixes.only is cache._state.prefixes.only
     assert goes_on(model, cache, ROWS)
     assert goes_on(model, twin, ROWS)
     rows = whole(suffixes(2, 2))
@@ -130,7 +130,7 @@ def test_integrity_names_states_of_other_rows(cache: AsymmetricPagedCache) -> No
 
 
 def test_integrity_notices_a_write_to_the_stored_states(cache: AsymmetricPagedCache) -> None:
-    prefix = cache._state.prefix
+    prefix = cache._state.prefixes.only
     assert prefix is not None
     next(iter(prefix.states[len(PREFIX)][0].values())).zero_()
     with pytest.raises(IntegrityError, match="written to or moved"):

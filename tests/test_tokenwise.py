@@ -1,6 +1,7 @@
 """Functions that run on prefix and suffix apart: right, lazy, and nothing written to what is kept."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,11 +32,11 @@ def expanded(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 def one_head(owned: Tensor) -> Any:
     step = layer_step(owned)
+    part = step.parts[0]
     return type(step)(
         step.layer_idx,
         step.plan,
-        step.prefix_keys[:1],
-        step.prefix_values[:1],
+        (replace(part, keys=part.keys[:1], values=part.values[:1]),),
         step.suffix_keys[:, :1],
         step.suffix_values[:, :1],
     )
@@ -50,7 +51,7 @@ def test_latents_are_expanded_by_parts(owned: Tensor) -> None:
     assert isinstance(values, LazyKeyValue)
     assert not step.plan.journal.dense_reads
     read = step_of(keys, values)
-    assert read.prefix_keys.shape == (2, PREFIX_LEN, 2 + HEAD_DIM), "once, not once per row"
+    assert read.parts[0].keys.shape == (2, PREFIX_LEN, 2 + HEAD_DIM), "once, not once per row"
     latents, rotated = (plain(step, owned, is_value=side) for side in (False, True))
     want_keys, want_values = expanded(latents, rotated)
     torch.testing.assert_close(keys.clone(), want_keys)
@@ -58,13 +59,13 @@ def test_latents_are_expanded_by_parts(owned: Tensor) -> None:
 
 
 def plain(step: Any, owned: Tensor, *, is_value: bool) -> Tensor:
-    prefix = step.prefix_values if is_value else step.prefix_keys
+    part = step.parts[0]
+    prefix = part.values if is_value else part.keys
     suffix = step.suffix_values if is_value else step.suffix_keys
     wide = type(step)(
         step.layer_idx,
         step.plan,
-        prefix.expand(HEADS, -1, -1),
-        prefix.expand(HEADS, -1, -1),
+        (replace(part, keys=prefix.expand(HEADS, -1, -1), values=prefix.expand(HEADS, -1, -1)),),
         suffix.expand(-1, HEADS, -1, -1),
         suffix.expand(-1, HEADS, -1, -1),
     )
@@ -105,10 +106,10 @@ def as_list(out: Any) -> list[Tensor]:
 def test_a_model_that_writes_to_keys_is_attended_densely_and_hot_stays() -> None:
     step = layer_step(ALL_COLUMNS)
     keys, values = LazyKeyValue(step, is_value=False), LazyKeyValue(step, is_value=True)
-    before = step.prefix_keys.clone(), step.suffix_keys.clone()
+    before = step.parts[0].keys.clone(), step.suffix_keys.clone()
     keys[..., :2].copy_(torch.zeros(ROWS, HEADS, KV_LEN, 2))
     keys.mul_(2.0)
-    assert torch.equal(step.prefix_keys, before[0])
+    assert torch.equal(step.parts[0].keys, before[0])
     assert torch.equal(step.suffix_keys, before[1])
     query = torch.randn(ROWS, HEADS, 1, HEAD_DIM)
     module = torch.nn.Module()

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.errors import IntegrityError
@@ -12,15 +16,24 @@ from hf_granikv.pools.row_states import LayerStates
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A stored prefix. Immutable: it is sealed when it is made.
+    """A stored prefix, or one that extends another. Immutable: it is sealed when it is made.
+
+    ```
+    position   0 ............ 1000 ..... 1200
+    chain      [ parent           ][ this   ]     rows that read this read its parent as well
+    ```
 
     Attributes:
-        token_ids: `[num_tokens]` int64 on the CPU, the ids it was computed from.
-        keys: One `[num_kv_heads, num_tokens - start, head_dim]` contiguous tensor per layer.
+        token_ids: `[num_tokens]` int64 on the CPU, the ids it was computed from, after its parent's.
+        keys: One `[num_kv_heads, stop - starts[layer], head_dim]` contiguous tensor per layer.
         values: Likewise.
-        starts: Per layer, the first token that is stored: not 0 where a window cannot see further.
+        starts: Per layer, the position of the first token that is stored: later than the prefix
+            starts where a window cannot see further, earlier where it keeps tokens of its parents.
         states: For layers that keep states: the number of first tokens -> what the states are after
             them, `[1, ...]` each; rows can start from nowhere else. Empty without such layers.
+        parent: The prefix that it extends; None if it starts a sequence.
+        salt: Rows find it under this word only.
+        num_fused: Tokens of its parents that it keeps itself, since reading them apart would cost more.
     """
 
     token_ids: Tensor
@@ -28,11 +41,64 @@ class Prefix:
     values: tuple[Tensor, ...] = field(repr=False)
     starts: tuple[int, ...] = field(repr=False)
     states: Mapping[int, tuple[LayerStates, ...]] = field(default_factory=dict, repr=False)
+    parent: "Prefix | None" = field(default=None, repr=False)
+    salt: str | None = None
+    num_fused: int = 0
+
+    def __repr__(self) -> str:
+        behind = f" after {self.start} others" if self.start else ""
+        return f"<Prefix of {self.num_tokens} tokens{behind}>"
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prefix."""
+        """Tokens of this prefix, without its parent's."""
         return len(self.token_ids)
+
+    @cached_property
+    def start(self) -> int:
+        """Position of its first token."""
+        return 0 if self.parent is None else self.parent.stop
+
+    @cached_property
+    def stop(self) -> int:
+        """Tokens of the whole chain."""
+        return self.start + self.num_tokens
+
+    @property
+    def reads_from(self) -> int:
+        """Position from which on it serves its readers."""
+        return self.start - self.num_fused
+
+    @cached_property
+    def chain(self) -> tuple["Prefix", ...]:
+        """This prefix and all it extends, the first one first."""
+        return (self,) if self.parent is None else (*self.parent.chain, self)
+
+    @cached_property
+    def levels(self) -> tuple["Prefix", ...]:
+        """The prefixes of the chain that its readers read: without those it keeps itself."""
+        ahead = [level for level in self.chain if level.stop <= self.reads_from]
+        return (self,) if not ahead else (*ahead[-1].levels, self)
+
+    @cached_property
+    def chain_ids(self) -> NDArray[np.int64]:
+        """`[stop]` the ids of the whole chain."""
+        return np.concatenate([level.token_ids.numpy() for level in self.chain])
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the salt, the parent's digest and the ids: under which prefixes are found."""
+        ahead = b"" if self.parent is None else self.parent.digest
+        return prefix_digest(ahead, self.salt, self.token_ids.numpy())
+
+    @property
+    def row_starts(self) -> tuple[int, ...]:
+        """The numbers of tokens after which rows with states can start; empty without such layers."""
+        return tuple(sorted({at for level in self.chain for at in level.states}))
+
+    def states_at(self, num_tokens: int) -> tuple[LayerStates, ...]:
+        """States after so many tokens of the chain; empty if none are stored."""
+        return next((p.states[num_tokens] for p in self.chain if num_tokens in p.states), ())
 
     @property
     def num_bytes(self) -> int:
@@ -43,6 +109,19 @@ class Prefix:
         """Everything that is stored, except the ids."""
         states = [t for at in self.states.values() for layer in at for t in layer.values()]
         return [*self.keys, *self.values, *states]
+
+
+def prefix_digest(ahead: bytes, salt: str | None, token_ids: NDArray[np.int64]) -> bytes:
+    """What identifies the ids of a prefix, given what they extend.
+
+    Args:
+        ahead: Digest of the parent; empty for none.
+        salt: See `Prefix`.
+        token_ids: `[num_tokens]`.
+    """
+    salted = b"" if salt is None else b"salt" + salt.encode()
+    header = b"".join(len(part).to_bytes(8, "little") + part for part in (ahead, salted))
+    return sha256(header + np.ascontiguousarray(token_ids, dtype="<i8").tobytes()).digest()
 
 
 class HotPool:
@@ -76,21 +155,34 @@ class HotPool:
         token_ids: Tensor,
         keys_and_values: Iterable[tuple[Tensor, Tensor]],
         states: Mapping[int, Iterable[LayerStates]] | None = None,
+        *,
+        parent: Prefix | None = None,
+        salt: str | None = None,
+        num_fused: int = 0,
     ) -> Prefix:
         """Takes ownership of freshly computed keys and values, and holds them once.
 
         Args:
             token_ids: `[num_tokens]` the ids they were computed from.
-            keys_and_values: Per layer, two `[num_kv_heads, num_tokens, head_dim]` tensors, or the
-                last tokens of them.
+            keys_and_values: Per layer, two `[num_kv_heads, num_fused + num_tokens, head_dim]`
+                tensors, or the last tokens of them.
             states: See `Prefix`.
+            parent: Likewise; it is held as long as the new prefix is.
+            salt: See `Prefix`.
+            num_fused: Likewise.
         """
         pairs = [(_exact(k), _exact(v)) for k, v in keys_and_values]
+        stop = len(token_ids) + (0 if parent is None else parent.stop)
+        if parent is not None:
+            self.acquire(parent)
         prefix = Prefix(
-            token_ids.detach().to("cpu", copy=True),
+            token_ids.detach().to("cpu", torch.int64, copy=True),
             keys=tuple(k for k, _ in pairs),
             values=tuple(v for _, v in pairs),
-            starts=tuple(len(token_ids) - k.shape[1] for k, _ in pairs),
+            starts=tuple(stop - k.shape[1] for k, _ in pairs),
+            parent=parent,
+            salt=salt,
+            num_fused=num_fused,
             states={
                 num_tokens: tuple({key: _exact(t) for key, t in layer.items()} for layer in layers)
                 for num_tokens, layers in (states or {}).items()
@@ -109,6 +201,8 @@ class HotPool:
         self._holders[prefix] -= 1
         if self._holders[prefix] == 0:
             del self._holders[prefix], self._seals[prefix]
+            if prefix.parent is not None:
+                self.release(prefix.parent)
 
     def check_integrity(self) -> None:
         """Checks that every prefix is held, exact, and unchanged since it was sealed.

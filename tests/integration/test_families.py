@@ -97,7 +97,7 @@ def test_latents_are_expanded_once_for_all_rows() -> None:
     with Rows(expand.weight) as rows, torch.no_grad():
         model(**suffix_only(suffixes(4, 4, 4)), **cached(held))
     assert rows.multiplied == len(PREFIX) + 3 * 4
-    stored = held._state.prefix.keys[0]
+    stored = held._state.prefixes.only.keys[0]
     assert stored.shape == (1, len(PREFIX), 16), "one head of latents, as wide as kv_lora_rank"
 
 

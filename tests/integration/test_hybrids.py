@@ -45,7 +45,7 @@ def model(tiny_model: Build, family: str) -> PreTrainedModel:
 
 def stored(cache: AsymmetricPagedCache) -> list[tuple[int, str]]:
     """Gives address and content of everything that is stored of the prefix."""
-    prefix = cache._state.prefix
+    prefix = cache._state.prefixes.only
     assert prefix is not None
     assert prefix.states
     return [

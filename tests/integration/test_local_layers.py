@@ -191,17 +191,17 @@ def test_an_assistant_drafts_past_the_window(tiny_model: Build) -> None:
 def test_a_local_layer_keeps_of_the_prefix_what_its_window_can_see(tiny_model: Build) -> None:
     """The window of the prefix's last token, which a row that is exactly the prefix asks again."""
     state = prefilled(tiny_model("gemma2"))._state
-    local, full = state.prefix.keys
+    local, full = state.prefixes.only.keys
     assert (local.shape, full.shape) == ((2, WINDOW, 8), (2, 20, 8))
-    assert state.prefix.num_bytes == 2 * 4 * 2 * 8 * (WINDOW + 20)
-    chunked = prefilled(tiny_model("llama4"))._state.prefix.keys[0]
+    assert state.prefixes.only.num_bytes == 2 * 4 * 2 * 8 * (WINDOW + 20)
+    chunked = prefilled(tiny_model("llama4"))._state.prefixes.only.keys[0]
     assert chunked.shape == (2, 4, 8), "the third chunk of 8 begins at 16"
 
 
 def test_a_layer_that_reads_another_layers_keys_stores_nothing(tiny_model: Build) -> None:
     held = prefilled(tiny_model("gemma3n"))
     new_tokens(tiny_model("gemma3n"), left_padded(ROWS), **cached(held))
-    stored = [keys.numel() > 0 for keys in held._state.prefix.keys]
+    stored = [keys.numel() > 0 for keys in held._state.prefixes.only.keys]
     assert stored[:2] == [True, True]
     assert not any(stored[2:])
     assert all(held._state.cold.storage(i)[0] is None for i in range(2, len(stored)))

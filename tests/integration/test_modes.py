@@ -250,7 +250,7 @@ def test_batches_of_any_size_follow_one_prefill(model: PreTrainedModel) -> None:
     for num_rows, seed in ((3, 10), (5, 20), (1, 30)):
         rows = whole(suffixes(*range(1, num_rows + 1), seed=seed))
         assert new_tokens(model, left_padded(rows), **cached(cache)) == alone(model, rows)
-        pointers.add(cache._state.prefix.keys[0].data_ptr())
+        pointers.add(cache._state.prefixes.only.keys[0].data_ptr())
     assert len(pointers) == 1
 
 
@@ -264,7 +264,7 @@ def test_an_answer_leaves_before_the_next_question(model: PreTrainedModel) -> No
     assert answers[1] == alone(model, questions[1:])
     cache.reset()
     assert cache.get_seq_length() == P
-    assert cache._state.prefix.keys[0].dtype == torch.float32
+    assert cache._state.prefixes.only.keys[0].dtype == torch.float32
 
 
 def test_a_batch_does_not_change_what_a_row_gets(model: PreTrainedModel) -> None:
@@ -307,4 +307,4 @@ def test_half_precision_stays_close_to_the_stock_cache(
     best, second = stock.topk(2, -1).values.unbind(-1)
     is_clear = best - second > 0.5
     assert torch.equal(got.argmax(-1)[is_clear], stock.argmax(-1)[is_clear])
-    assert cache._state.prefix.keys[0].dtype == torch.bfloat16
+    assert cache._state.prefixes.only.keys[0].dtype == torch.bfloat16

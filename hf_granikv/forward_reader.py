@@ -1,0 +1,118 @@
+"""Reading the arguments of coming forward passes, for one cache."""
+
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_granikv.announce import forward_parameters
+from hf_granikv.cut_prompts import CutPrompt
+from hf_granikv.inputs import read_forward, read_generation, shape_of
+from hf_granikv.known_models import KnownModels
+from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.pools import Prefix
+from hf_granikv.prefix_inputs import embedded
+from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.state import CacheState
+
+
+class ForwardReader:
+    """Tells a cache's state what the next forward brings, and the model what it has to compute.
+
+    Args:
+        state: Of the cache.
+        served: What the cache was built for.
+        models: Whose forwards are read.
+    """
+
+    def __init__(self, state: CacheState, served: ServedModel, models: KnownModels) -> None:
+        self._state = state
+        self._served = served
+        self._models = models
+        self._cut_prompt: CutPrompt | None = None
+
+    def read(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Reads the arguments of a coming forward pass, and stages it.
+
+        Args:
+            module: The model.
+            kwargs: The arguments of its forward.
+
+        Returns:
+            The arguments to run with; None to leave them alone.
+
+        Raises:
+            ValueError: If they mean nothing right; the cache is as it was.
+            StalePrefixError: If the model has changed since it computed the prefix; likewise.
+        """
+        state, served = self._state, self._served
+        if not state.prefixes or module not in self._models:
+            return None
+        state.settle()
+        takes_positions = "position_ids" in forward_parameters(module)
+        # a call that generate gave up before its first forward leaves its mark; generate always
+        # counts positions
+        is_generation = state.is_generation_pending and (
+            not takes_positions or kwargs.get("position_ids") is not None
+        )
+        state.is_generation_pending = False
+        if kwargs.get("use_cache") is False:
+            raise ValueError(
+                "use_cache=False was given together with a cache that holds a prefix; leave one of "
+                "them out."
+            )
+        num_rows, _ = shape_of(kwargs)
+        held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None
+        if cut is not None and not cut.is_continued_by(kwargs, held, is_generation):
+            cut = None
+        if cut is not None:
+            layout, kwargs = cut.send(kwargs, held)
+        elif is_generation:
+            starts = state.prefixes.starting_rows(num_rows)
+            embeds_of = _embeds(module, starts, kwargs.get("inputs_embeds"))
+            layout, kwargs = read_generation(kwargs, starts, held, embeds_of)
+        else:
+            layout, kwargs = read_forward(kwargs, held)
+        if is_generation or layout.starts_batch:
+            self._models.check(module)
+        positions = kwargs.get("position_ids")
+        if positions is not None and served.has_length_limit:
+            served.check_length(layout.reads.longest_chain, int(positions.max()) + 1)
+        if not takes_positions:
+            kwargs.pop("position_ids", None)
+        if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
+            served.check_padding(mask.shape[-1], takes_positions=takes_positions)
+        served.check_reach(layout.reads)
+        state.stage(layout)
+        self._cut_prompt = cut
+        return kwargs
+
+    def first_column(self, caller: FrameType) -> int:
+        """Answers `generate` that asks how much the cache holds: 0, so that prompts arrive whole.
+
+        Where it cuts them, the columns that need not be sent.
+        """
+        cut, state = self._cut_prompt, self._state
+        if cut is not None and cut.note_chunks(caller):
+            return cut.first_column
+        self._cut_prompt = None
+        model: Any = caller.f_locals.get("self")
+        if not state.prefixes or model not in self._models:
+            return 0
+        cut = CutPrompt.read(caller, state.prefixes.starting_rows, state.held_rows)
+        if cut is None:
+            return 0
+        # later chunks must not fail on what is known now
+        self._served.check_length(cut.layout.reads.longest_chain, cut.seq_len)
+        state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
+        self._cut_prompt = cut
+        return cut.first_column
+
+
+def _embeds(
+    module: nn.Module, starts: RowPrefixes, like: Tensor | None
+) -> dict[Prefix, Tensor] | None:
+    if like is None:
+        return None
+    leaves = {leaf for leaf in starts.leaves if leaf is not None}
+    return {leaf: embedded(module, leaf.chain_ids, like=like) for leaf in leaves}

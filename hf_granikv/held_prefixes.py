@@ -1,0 +1,105 @@
+"""The prefixes that one cache holds, and which of them the next batch starts from."""
+
+from weakref import finalize
+
+from hf_granikv.pools import HotPool, Prefix
+from hf_granikv.row_prefixes import RowPrefixes, repeated
+
+
+class HeldPrefixes:
+    """Holds on the prefixes of a pool, dropped when this object goes.
+
+    Args:
+        hot: The pool, shared with every fork.
+
+    Attributes:
+        bound: What the rows of the next batch start from; None for the only prefix there is.
+    """
+
+    def __init__(self, hot: HotPool) -> None:
+        self.hot = hot
+        self.bound: RowPrefixes | None = None
+        self._holds: list[tuple[Prefix, finalize]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._holds)
+
+    @property
+    def all(self) -> tuple[Prefix, ...]:
+        """What is held, in the order in which it came."""
+        return tuple(dict.fromkeys(prefix for prefix, _ in self._holds))
+
+    @property
+    def any(self) -> Prefix | None:
+        """One of them."""
+        return self._holds[0][0] if self._holds else None
+
+    @property
+    def only(self) -> Prefix | None:
+        """The one that every row starts from; None if there is none, or a choice."""
+        held = self.all
+        return held[0] if len(held) == 1 and held[0].parent is None else None
+
+    @property
+    def levels(self) -> set[Prefix]:
+        """What is held and what that extends."""
+        return {level for prefix in self.all for level in prefix.chain}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest chain that the next batch starts from, as far as that is known."""
+        if self.bound is not None:
+            return self.bound.longest
+        return 0 if self.only is None else self.only.stop
+
+    def starting_rows(self, num_rows: int) -> RowPrefixes:
+        """What so many rows start from.
+
+        Raises:
+            ValueError: If it is not known which of several prefixes they read.
+        """
+        if self.bound is not None:
+            return repeated(self.bound, num_rows)
+        if self and self.only is None:
+            raise ValueError(
+                f"the cache holds {len(self.levels)} prefixes and no batch is bound to them; call "
+                "cache.bind(input_ids, attention_mask) with the prompts first."
+            )
+        return RowPrefixes.whole([self.only] * num_rows)
+
+    def take(self, prefix: Prefix) -> None:
+        """Takes over one hold of a prefix, until `let_go` or the end of this object."""
+        hold = finalize(self, self.hot.release, prefix)
+        hold.atexit = False
+        self._holds.append((prefix, hold))
+
+    def let_go(self, prefix: Prefix) -> None:
+        """Drops one hold, and the binding if it reads what is gone then.
+
+        Raises:
+            ValueError: If it is not held.
+        """
+        found = next((held for held in self._holds if held[0] is prefix), None)
+        if found is None:
+            raise ValueError(f"this cache does not hold {prefix}; release a prefix it prefilled.")
+        self._holds.remove(found)
+        found[1]()
+        if self.bound is not None and not self.serve(self.bound):
+            self.bound = None
+
+    def let_all_go(self) -> None:
+        """Drops every hold, and the binding."""
+        for _, hold in self._holds:
+            hold()
+        self._holds, self.bound = [], None
+
+    def serve(self, reads: RowPrefixes) -> bool:
+        """Whether everything that rows read is held."""
+        return self.levels.issuperset(leaf for leaf in reads.leaves if leaf is not None)
+
+    def copy_from(self, other: "HeldPrefixes") -> None:
+        """Holds what another one over the same pool holds."""
+        for prefix, _ in other._holds:
+            self.hot.acquire(prefix)
+            self.take(prefix)
+        self.bound = other.bound

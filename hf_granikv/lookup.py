@@ -1,0 +1,49 @@
+"""Finding the longest stored chain that the ids of a row start with."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_granikv.pools import Prefix
+from hf_granikv.pools.hot import prefix_digest
+
+Ints = NDArray[np.int64]
+
+
+class PrefixLookup:
+    """Prefixes by the SHA-256 digest of what they hold; equal ids under other salts stay apart.
+
+    Args:
+        prefixes: What may be found, with all that they extend.
+    """
+
+    def __init__(self, prefixes: Iterable[Prefix]) -> None:
+        known = {level.digest: level for prefix in prefixes for level in prefix.chain}
+        self._by_digest = known
+        self._lengths: dict[bytes, set[int]] = defaultdict(set)
+        for level in known.values():
+            ahead = b"" if level.parent is None else level.parent.digest
+            self._lengths[ahead].add(level.num_tokens)
+
+    def get(self, parent: Prefix | None, salt: str | None, token_ids: Ints) -> Prefix | None:
+        """The prefix with these ids after its parent's, if there is one."""
+        ahead = b"" if parent is None else parent.digest
+        return self._by_digest.get(prefix_digest(ahead, salt, token_ids))
+
+    def longest(self, token_ids: Ints, salt: str | None) -> Prefix | None:
+        """The longest chain under a salt that the ids start with; None if there is none."""
+        best: Prefix | None = None
+        found: list[Prefix | None] = [None]
+        while found:
+            parent = found.pop()
+            if parent is not None and (best is None or parent.stop > best.stop):
+                best = parent
+            ahead, start = (b"", 0) if parent is None else (parent.digest, parent.stop)
+            for num_tokens in self._lengths.get(ahead, ()):
+                given = token_ids[start : start + num_tokens]
+                child = self.get(parent, salt, given) if len(given) == num_tokens else None
+                if child is not None:
+                    found.append(child)
+        return best
