@@ -74,10 +74,10 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         return self._state.cold.read(self.layer_idx)
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
-        keys, values = self._state.cold.storage(self.layer_idx)
-        if keys is not None and values is not None:
-            _check_same_kind(key_states, keys, "keys", self.layer_idx)
-            _check_same_kind(value_states, values, "values", self.layer_idx)
+        held = self._state.cold.storage(self.layer_idx)
+        if held is not None:
+            _check_same_kind(key_states, held[0], "keys", self.layer_idx)
+            _check_same_kind(value_states, held[1], "values", self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Columns held: of the prefix and since."""
