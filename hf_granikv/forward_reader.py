@@ -46,7 +46,7 @@ class ForwardReader:
             StalePrefixError: If the model has changed since it computed the prefix; likewise.
         """
         state, served = self._state, self._served
-        if not state.prefixes or module not in self._models:
+        if not state.reads_inputs or module not in self._models:
             return None
         state.settle()
         takes_positions = "position_ids" in forward_parameters(module)
@@ -97,7 +97,7 @@ class ForwardReader:
             return cut.first_column
         self._cut_prompt = None
         model: Any = caller.f_locals.get("self")
-        if not state.prefixes or model not in self._models:
+        if not state.reads_inputs or model not in self._models:
             return 0
         cut = CutPrompt.read(caller, state.prefixes.starting_rows, state.held_rows)
         if cut is None:

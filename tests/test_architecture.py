@@ -38,7 +38,10 @@ ARROWS: dict[str, set[str]] = {
     "hybrids": set(),
     "layer_kinds": {"hybrids", "pools", "row_prefixes"},
     "visibility": {"inputs"},
-    "state": {"held_prefixes", "pools", "inputs", "row_prefixes", "visibility"},
+    "batch_rows": {"inputs", "pools", "row_prefixes"},
+    "state": {
+        *("batch_rows", "held_prefixes", "pools", "inputs", "row_prefixes", "visibility"),
+    },
     "accounting": {"state"},
     "recurrent": {"layer", "pools", "state"},
     "layer": {"lazy", "row_prefixes", "state"},
@@ -81,7 +84,7 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
-    *("held_prefixes", "lookup", "row_prefixes", "step_attention"),
+    *("batch_rows", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
 }
 
