@@ -41,6 +41,8 @@ ARROWS: dict[str, set[str]] = {
     "layer": {"lazy", "state"},
     "identity": set(),
     "known_models": {"identity"},
+    "tensor_hash": set(),
+    "model_digest": {"identity", "tensor_hash"},
     "cut_prompts": {"inputs"},
     "prefix_inputs": set(),
     "in_process": set(),
@@ -73,6 +75,7 @@ WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
+    *("tensor_hash", "model_digest"),
 }
 
 
