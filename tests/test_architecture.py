@@ -43,6 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "known_models": {"identity"},
     "tensor_hash": set(),
     "model_digest": {"identity", "tensor_hash"},
+    "tensor_file": {"tensor_hash"},
+    "prefix_file": {"model_digest", "pools", "tensor_file"},
     "cut_prompts": {"inputs"},
     "prefix_inputs": set(),
     "in_process": set(),
@@ -75,7 +77,7 @@ WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
-    *("tensor_hash", "model_digest"),
+    *("tensor_hash", "model_digest", "tensor_file", "prefix_file"),
 }
 
 
