@@ -21,6 +21,10 @@ class UnannouncedForwardError(RuntimeError):
         )
 
 
+class PrefixFileError(ValueError):
+    """A file cannot be loaded as a prefix of the model given, or be overwritten with one."""
+
+
 class StalePrefixError(ValueError):
     """A prefix was about to be read by a model that does not compute as the prefix was computed."""
 

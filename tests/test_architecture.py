@@ -53,6 +53,10 @@ ARROWS: dict[str, set[str]] = {
         *("announce", "cut_prompts", "inputs", "known_models", "layer_kinds", "pools"),
         *("prefix_inputs", "row_prefixes", "state"),
     },
+    "tensor_hash": set(),
+    "model_digest": {"identity", "tensor_hash"},
+    "tensor_file": {"tensor_hash"},
+    "prefix_file": {"model_digest", "pools", "tensor_file"},
     "in_process": set(),
     "cache": {
         *("accounting", "announce", "cut_prompts", "forward_reader", "in_process"),
@@ -86,6 +90,7 @@ WITHOUT_TRANSFORMERS = {
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
     *("batch_rows", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
+    *("tensor_hash", "model_digest", "tensor_file", "prefix_file"),
 }
 
 
