@@ -105,13 +105,11 @@ class AsymmetricPagedCache(InProcessCache):
         check_is_deterministic(inner)
         start = 0 if parent is None else parent.stop
         self._served.check_length(start + ids.shape[1], start + ids.shape[1])
-        if not state.prefixes:
-            self._models.start(inner)
         found = PrefixLookup(state.prefixes.all).get(parent, salt, ids[0].cpu().numpy())
         if found is not None:
             state.hot.acquire(found)
         else:
-            extended = None if parent is None else self._reading_alone(parent)
+            extended = None if parent is None else self.reading_alone(parent)
             recording = record(inner, ids, self._served.layers, chunk_size, extended, start)
             found = state.hot.seal(ids[0], *recording, parent=parent, salt=salt)
         state.prefixes.take(found)
@@ -169,6 +167,8 @@ class AsymmetricPagedCache(InProcessCache):
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
         if self._state.prefixes:
             self._models.admit(inner)
+        else:
+            self._models.start(inner)
         attach_hook(inner)
         return inner
 
@@ -277,6 +277,11 @@ class AsymmetricPagedCache(InProcessCache):
         self._state.select_rows(np.repeat(np.arange(self._state.num_rows), repeats))
 
     @property
+    def rows(self) -> CacheState:
+        """The rows that are held; see `LiveRows` for rows that come and go."""
+        return self._state
+
+    @property
     def batch_size(self) -> int:
         """Rows of the batch, -1 before the first forward."""
         return self._state.num_rows or -1
@@ -301,11 +306,11 @@ class AsymmetricPagedCache(InProcessCache):
         self._state.cold.check_integrity()
         self._state.row_states.check_integrity(self._state.num_rows)
 
-    def _reading_alone(self, prefix: Prefix) -> "AsymmetricPagedCache":
-        """A cache of one row that is about to go on from a prefix."""
+    def reading_alone(self, prefix: Prefix | None) -> "AsymmetricPagedCache":
+        """A cache of one row that is about to go on from a prefix; nothing limits its tokens."""
         twin = self.fork()
         twin.reset()
-        twin._state.prefixes.bound = RowPrefixes.whole([prefix])
+        twin._state.prefixes.bound, twin._state.cold.limit = RowPrefixes.whole([prefix]), None
         return twin
 
     def _adopt(self, state: CacheState) -> None:

@@ -40,7 +40,15 @@ ARROWS: dict[str, set[str]] = {
     "visibility": {"inputs"},
     "batch_rows": {"inputs", "pools", "row_prefixes"},
     "state": {
-        *("batch_rows", "held_prefixes", "pools", "inputs", "row_prefixes", "visibility"),
+        *(
+            "batch_rows",
+            "packed_tensors",
+            "held_prefixes",
+            "pools",
+            "inputs",
+            "row_prefixes",
+            "visibility",
+        ),
     },
     "accounting": {"state"},
     "recurrent": {"layer", "pools", "state"},
@@ -64,7 +72,10 @@ ARROWS: dict[str, set[str]] = {
         *("recurrent", "row_prefixes", "state"),
     },
     "step_attention": {"backends", "dispatch", "kernels", "windows"},
-    "attention": {"kernels", "lazy", "masks", "step_attention"},
+    "packed_tensors": {"lazy"},
+    "attention": {"kernels", "lazy", "masks", "packed_tensors", "step_attention"},
+    "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
+    "live_rows": {"announce", "batch_rows", "cache", "layer_kinds", "packed", "pools"},
     "shared_prefix": set(),
     "generation": {
         "announce",
@@ -88,7 +99,7 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
-    *("batch_rows", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
+    *("batch_rows", "packed_tensors", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file"),
 }
