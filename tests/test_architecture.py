@@ -65,8 +65,9 @@ ARROWS: dict[str, set[str]] = {
     "timing": set(),
     "report": {"timing"},
     "agent": {"pools", "prompts"},
+    "batches": {"announce", "layer_kinds"},
     "multi_agent": {
-        *("agent", "cache", "pools", "prompts", "report", "settings", "timing"),
+        *("agent", "batches", "cache", "pools", "prompts", "report", "settings", "timing"),
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
