@@ -56,10 +56,11 @@ def generate(
     Given to a model's own method: `model.generate(**prompts, custom_generate=hf_granikv.generate)`.
     Rows are whole prompts, left-padded or of one length; samples and beams count as rows. The
     prefix is computed once and kept in an `AsymmetricPagedCache`; tokens, scores and random draws
-    are those of the call without `custom_generate`, to the rounding of the dtype; but in local
-    layers, where transformers counts the pads of a row, they are those of each row alone. Where some
-    rows share more among them, the prefix common to all is used. What is done, and why, is logged
-    at level INFO; the cache that `return_dict_in_generate` returns has `explain()`.
+    are those of the call without `custom_generate`, to the rounding of the dtype; but where
+    transformers counts the pads of a row, in local layers and in logits processors that look at the
+    ids, they are those of each row alone. Where some rows share more among them, the prefix common
+    to all is used. What is done, and why, is logged at level INFO; the cache that
+    `return_dict_in_generate` returns has `explain()`.
 
     The stock path, untouched, is left to: one row; a cache, embeddings, positions or anything else
     of one's own; `use_cache=False`; outputs that cover prompt tokens; models that cannot be served.

@@ -117,8 +117,10 @@ def test_outputs_and_scores_are_those_of_the_call_without_us(
     model: PreTrainedModel, mode: str
 ) -> None:
     asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    want = stock(model, BATCHES["ragged"], **MODES[mode], **asked)
-    got = shared(model, BATCHES["ragged"], **MODES[mode], **asked)
+    # before 5.24, pads are among what transformers penalizes
+    inputs = BATCHES["one_length" if mode == "repetition_penalty" else "ragged"]
+    want = stock(model, inputs, **MODES[mode], **asked)
+    got = shared(model, inputs, **MODES[mode], **asked)
     assert type(got) is type(want)
     assert list(got.keys()) == list(want.keys())
     for name in ("scores", "logits"):
