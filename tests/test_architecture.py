@@ -87,6 +87,8 @@ ARROWS: dict[str, set[str]] = {
         "cache",
         "dispatch",
         "layer_kinds",
+        "pools",
+        "row_prefixes",
         "shared_prefix",
     },
     "prompts": set(),
