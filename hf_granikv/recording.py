@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_granikv.announce import forward_parameters
+from hf_granikv.announce import device_of_ids, forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.recurrent import states_of
@@ -47,10 +47,10 @@ def record(
     Raises:
         ValueError: If the model does not keep its keys and values in the cache it is given.
     """
-    prefix_len, embedding = ids.shape[1], model.get_input_embeddings()
-    ids = ids.to(next(embedding.parameters()).device)
+    prefix_len, ids = ids.shape[1], ids.to(device_of_ids(model))
     recorder = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if any(kind.window is not None for kind in kinds):
+    has_windows = any(kind.window is not None for kind in kinds)
+    if has_windows:
         # a local layer would keep one token less than a row needs that is exactly the prefix
         recorder.activate_past_recording()
     stateful = [recorder.layers[i] for i, kind in enumerate(kinds) if kind.num_states]
@@ -59,6 +59,9 @@ def record(
     recorded = {prefix_len - NUM_REPEATED, prefix_len} if stateful else {prefix_len}
     start = 0
     for stop in _stops(prefix_len, chunk_size or prefix_len, recorded, has_states=bool(stateful)):
+        if has_windows and start:
+            # back to what windows still see: older versions make masks for no more than that
+            recorder.crop(0)
         _run(model, ids[:, start:stop], start, recorder)
         start = stop
         if stateful and stop in recorded:
@@ -104,10 +107,11 @@ def _kept(
         nothing = ids.new_empty(0, prefix_len, 0)
         return nothing, nothing
     keys, values = layer.keys, layer.values
-    if keys is None or values is None or keys.shape[2] != prefix_len:
+    if keys is None or values is None or layer.get_seq_length() != prefix_len:
         raise ValueError(
             f"{type(model).__name__} does not keep its keys and values in the cache it is given; "
             "it cannot be served."
         )
     start = 0 if kind.window is None else kind.window.first_reached(prefix_len - 1)
-    return keys[0, :, start:], values[0, :, start:]
+    num_kept = prefix_len - start
+    return keys[0, :, -num_kept:], values[0, :, -num_kept:]
