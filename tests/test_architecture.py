@@ -64,7 +64,9 @@ ARROWS: dict[str, set[str]] = {
     "timing": set(),
     "report": {"timing"},
     "agent": {"pools", "prompts"},
-    "multi_agent": {"agent", "cache", "pools", "prompts", "report", "settings", "timing"},
+    "multi_agent": {
+        *("agent", "announce", "cache", "pools", "prompts", "report", "settings", "timing"),
+    },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
     "cli": {"demo", "demo_model"},
