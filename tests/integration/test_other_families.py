@@ -128,3 +128,15 @@ def test_a_model_that_keeps_a_cache_of_its_own_is_refused(name: str) -> None:
     model = built(name, "eager")
     with pytest.raises(ValueError, match=r"cache of its own kind|does not keep its keys"):
         prefilled(model)
+
+
+@pytest.mark.parametrize("options", [{"use_cache": False}, {}], ids=["no_cache", "stock_cache"])
+def test_a_model_whose_layers_do_not_say_that_they_are_causal_stays_so(
+    options: dict[str, Any],
+) -> None:
+    """Without a mask SDPA asks the layer: an attention registered by name then sees what comes
+    behind, silently. Cf. huggingface/transformers #46132."""
+    want = alone(built("BigBirdPegasus", "eager"), EVEN, num_new=NUM_NEW)
+    model = built("BigBirdPegasus", "granikv")
+    assert new_tokens(model, left_padded(EVEN), num_new=NUM_NEW, **options) == want
+    assert new_tokens(model, left_padded(EVEN), num_new=NUM_NEW, **cached(prefilled(model))) == want
