@@ -75,10 +75,13 @@ def test_prompts_in_chunks_are_exact_under_local_layers(tiny_model: Build, famil
 def test_a_prefix_in_chunks_is_the_prefix_of_states(
     tiny_model: Build, family: str, chunk_size: int
 ) -> None:
+    """Rows start after all of it, or, where they are the prefix, before its last tokens."""
     model = tiny_model(family)
-    inputs = left_padded(whole(suffixes(*EVEN)))
     held = in_chunks(model, chunk_size)
-    assert new_tokens(model, inputs, num_new=NUM_NEW, **cached(held)) == expected(family, EVEN)
+    for lengths in (EVEN, (0, 0)):
+        inputs = left_padded(whole(suffixes(*lengths)))
+        got = new_tokens(model, inputs, num_new=NUM_NEW, **cached(held))
+        assert got == expected(family, lengths)
 
 
 @pytest.mark.smoke
