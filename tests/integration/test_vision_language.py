@@ -195,7 +195,7 @@ def test_an_image_inside_the_prefix_is_refused(family: str) -> None:
     model = COUNTING[family].model("granikv")
     held = prefilled(model, SHARED_IMAGE)
     inputs = with_types([[*SHARED_IMAGE, 5, 6]])
-    with pytest.raises(ValueError, match="(?i)image"):
+    with pytest.raises(ValueError, match=r"(?i)image"):
         call(model, inputs, **patches(model), **cached(held))
 
 
