@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,6 +35,15 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
             f"{type(inner).__name__} keeps a cache of its own kind; it cannot be served."
         )
     return inner
+
+
+def device_of_ids(model: PreTrainedModel) -> torch.device:
+    """Where the token ids of a forward pass are expected.
+
+    Offloaded weights are on no device until they run; accelerate then brings ids to them.
+    """
+    device: torch.device = next(model.get_input_embeddings().parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def attach_hook(model: PreTrainedModel) -> None:

@@ -62,8 +62,7 @@ class ServedModel:
         config = config.get_text_config(decoder=True)
         model_type = config.model_type
         layers = tuple(
-            _kind(config, layer_idx, layer)
-            for layer_idx, layer in enumerate(DynamicCache(config=config).layers)
+            _kind(config, layer_idx, layer) for layer_idx, layer in enumerate(_stock_layers(config))
         )
         has_states = any(layer.num_states for layer in layers)
         if has_states and not any(layer.stores and layer.window is None for layer in layers):
@@ -258,9 +257,25 @@ def _kind(config: PreTrainedConfig, layer_idx: int, layer: Any) -> LayerKind:
     ):
         return LayerKind(window=Window(layer.sliding_window, name == "chunked_attention"))
     kind = stateful_kind(config.model_type, name, layer)
-    if kind is not None:
-        return kind
-    raise ValueError(
+    if kind is None:
+        raise _not_served(config, layer_idx, name)
+    return kind
+
+
+def _stock_layers(config: PreTrainedConfig) -> list[Any]:
+    try:
+        return DynamicCache(config=config).layers
+    except KeyError as error:
+        # kinds that a model's own module registers are not known before that is imported
+        (name,) = error.args
+        kinds = list(getattr(config, "layer_types", None) or [])
+        if name not in kinds:
+            raise
+        raise _not_served(config, kinds.index(name), name) from None
+
+
+def _not_served(config: PreTrainedConfig, layer_idx: int, name: str) -> ValueError:
+    return ValueError(
         f"layer {layer_idx} of {config.model_type} is of kind {name}; this cache serves "
         "full_attention, sliding_attention and chunked_attention layers, and layers with states in "
         f"{', '.join(EXACT_HYBRIDS)}. Use DynamicCache for this model."
