@@ -53,6 +53,7 @@ def attach_hook(model: PreTrainedModel) -> None:
         model.register_forward_hook(settle_forward, with_kwargs=True, always_call=True)
 
 
+@torch.compiler.disable
 def announce_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -73,6 +74,7 @@ def announce_forward(
     return (), rewritten
 
 
+@torch.compiler.disable
 def settle_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:

@@ -21,6 +21,8 @@ from hf_granikv.views import LayerKind, Window
 _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
 # once there are more keys than these keep, two forwards give other results than one, with any cache
 _CHOOSE_KEYS = {"doge": "keep_window_size"}
+# these call view on keys and values, which DynamicCache returns contiguous
+_VIEWS_KEYS = ("gpt_neox_japanese",)
 # without position_ids, these count positions from the mask, as they should
 _POSITIONS_FROM_MASK = ("bloom",)
 
@@ -121,6 +123,11 @@ class ServedModel:
                     f"layer {layer_idx} of {name} is {its}, the cache was built for {ours}; build "
                     "the cache from model.config."
                 )
+
+    @property
+    def views_keys(self) -> bool:
+        """Whether the model needs contiguous keys and values."""
+        return self.model_type in _VIEWS_KEYS
 
     @property
     def has_states(self) -> bool:

@@ -64,12 +64,6 @@ def test_a_runner_asks_an_offloaded_model() -> None:
     assert new_runner(model, byte_tokenizer()).run(MESSAGES, max_new_tokens=5) == want
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="generation.py: the reckoning asks whether autocast is on for model.device, which is the "
-    "meta device here; announce.device_of_ids(model) is where it runs",
-)
 def test_a_custom_loop_reckons_with_an_offloaded_model() -> None:
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     inputs = left_padded(whole(suffixes(3, 3), tokens(200, seed=3)))

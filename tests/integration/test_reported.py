@@ -175,11 +175,6 @@ def test_a_cache_is_used_where_the_call_says_so(family: str) -> None:
     torch.testing.assert_close(logits, logits_alone(model, rows[0], 4), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="cache.py: announce asks to leave use_cache=False out, which the caller has not given; "
-    "it comes from the model's generation_config, and use_cache=True in the call is what helps",
-)
 @pytest.mark.parametrize("family", SAY_NO)
 def test_a_config_that_says_no_cache_is_outvoted_or_named(family: str) -> None:
     """With DynamicCache transformers stores every prompt again in each step, and goes astray."""
@@ -195,12 +190,6 @@ def test_a_config_that_says_no_cache_is_outvoted_or_named(family: str) -> None:
 # ---- what models and their users do with what a cache returns
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="layer.py, pools/: without a prefix, update returns strided views of the pool where "
-    "DynamicCache returns contiguous tensors, and this model calls .view on them",
-)
 def test_a_model_that_views_its_keys_takes_the_cache_for_dynamic_cache() -> None:
     model = Family("GPTNeoXJapaneseConfig").model(attn_implementation="eager")
     rows, held = whole(suffixes(4, 4)), AsymmetricPagedCache(model.config)
@@ -208,11 +197,6 @@ def test_a_model_that_views_its_keys_takes_the_cache_for_dynamic_cache() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    reason="announce.py, layer.py, attention.py: dynamo traces into the numpy arithmetic of a step; "
-    "torch.compiler.disable on announce_forward, settle_forward, update and granikv_attention helps",
-)
 def test_a_layer_that_is_compiled_is_exact() -> None:
     model, row = SHARED_PATH["llama"].model(attn_implementation="granikv"), tokens(3, seed=4)
     want, held = logits_alone(model, [*PREFIX, *row], 3), prefilled(model)

@@ -161,15 +161,9 @@ CACHES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "dynamic": lambda model: cached(DynamicCache(config=model.config)),
     "ours": lambda model: cached(AsymmetricPagedCache(model.config)),
 }
-SLICED = (
-    "attention.py: queries that are the last of several reach granikv_attention with keys in one "
-    "piece and without a mask (the causal skip of granikv_mask), and SDPA's own causal mask is "
-    "aligned at the upper left, so they see the first keys only"
-)
 
 
 @pytest.mark.usefixtures("cut_queries")
-@pytest.mark.xfail(strict=True, reason=SLICED)
 @pytest.mark.parametrize("name", CACHES)
 def test_the_last_queries_of_a_prompt_see_all_before_them_without_a_prefix(name: str) -> None:
     """An attention that loses a mask on the way is silently wrong: huggingface/transformers
@@ -182,11 +176,6 @@ def test_the_last_queries_of_a_prompt_see_all_before_them_without_a_prefix(name:
 
 
 @pytest.mark.usefixtures("cut_queries")
-@pytest.mark.xfail(
-    strict=True,
-    reason="attention.py: _prepare takes the step's mask for all queries, where a layer is given the "
-    "last of them only",
-)
 @pytest.mark.parametrize("kept", [1, 3])
 def test_the_last_queries_over_a_prefix_that_was_cropped_away(kept: int) -> None:
     model, ids = built("gemma4", "granikv"), tokens(9, seed=4)

@@ -139,14 +139,6 @@ def test_text_of_one_length_is_served_by_a_hybrid() -> None:
         call(model, left_padded(whole(suffixes(4, 2))), **cached(prefilled(model)))
 
 
-ASKED_TOO_EARLY = (
-    "cache.py: get_seq_length answers _prepare_position_ids_for_generation, which generate calls "
-    "before it marks the cache, with the columns held; so the model takes the call for one that "
-    "goes on and adds the rope_deltas of the call before"
-)
-
-
-@pytest.mark.xfail(strict=True, reason=ASKED_TOO_EARLY, raises=(RuntimeError, ValueError))
 @each_family
 @pytest.mark.parametrize("sizes", [((2, 2), (3, 7, 5)), ((3, 7, 5), (4,))], ids=["more", "fewer"])
 def test_batches_of_any_size_follow_one_prefill(
@@ -160,7 +152,6 @@ def test_batches_of_any_size_follow_one_prefill(
         assert got == text_alone(family, *lengths)
 
 
-@pytest.mark.xfail(strict=True, reason=ASKED_TOO_EARLY, raises=(AssertionError, ValueError))
 @each_family
 def test_text_is_exact_after_a_call_with_an_image(family: str) -> None:
     """Positions counted for the image must not move those of the next call, as they did in
@@ -175,11 +166,6 @@ def test_text_is_exact_after_a_call_with_an_image(family: str) -> None:
 # ---- images
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="inputs.py: read_generation replaces the three-dimensional positions that the model has "
-    "counted for the image by a count of tokens",
-)
 @each_family
 def test_an_image_behind_the_prefix_is_exact_or_refused(family: str) -> None:
     model, inputs = COUNTING[family].model("granikv"), with_types([ILLUSTRATED])
@@ -218,11 +204,6 @@ def test_an_image_that_is_a_run_of_tokens_is_exact_behind_a_prefix(attention: st
     torch.testing.assert_close(got, image_logits(model, 8, use_cache=False), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="inputs.py: token_type_ids are cut to the new columns, but the mask that lets the tokens "
-    "of one image see each other reads them by position, from the start of the prefix",
-)
 @pytest.mark.parametrize("attention", ["granikv", "sdpa"])
 def test_an_image_whose_tokens_see_each_other_is_exact_or_refused(attention: str) -> None:
     model = gemma3(attention)
