@@ -31,11 +31,12 @@ from hf_granikv.prefix_inputs import (
 from hf_granikv.recording import record
 from hf_granikv.recurrent import build_layers
 from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.saved_prefixes import LoadingCache
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 
-class AsymmetricPagedCache(InProcessCache):
+class AsymmetricPagedCache(LoadingCache, InProcessCache):
     """A cache whose prefix is stored once for all rows, and whose private tokens one by one.
 
     ```
@@ -113,7 +114,7 @@ class AsymmetricPagedCache(InProcessCache):
         else:
             extended = None if parent is None else self._reading_alone(parent)
             recording = record(inner, ids, self._served.layers, chunk_size, extended, start)
-            found = state.hot.seal(ids[0], *recording, parent=parent, salt=salt)
+            found = state.hot.seal(ids[0], *recording, parent=parent, salt=salt, saver=self._saver)
         state.prefixes.take(found)
         return found
 
@@ -142,11 +143,7 @@ class AsymmetricPagedCache(InProcessCache):
                 states would not all read the same.
         """
         rows = rows_of_ids(input_ids, attention_mask)
-        lookup = PrefixLookup(self._state.prefixes.all)
-        leaves = [
-            lookup.longest(row, its_salt)
-            for row, its_salt in zip(rows, salts_of(salt, len(rows)), strict=True)
-        ]
+        leaves = PrefixLookup(self._state.prefixes.all).leaves(rows, salts_of(salt, len(rows)))
         self._served.check_together(leaves)
         self._state.prefixes.bound = RowPrefixes.whole(leaves)
         return self
@@ -186,8 +183,9 @@ class AsymmetricPagedCache(InProcessCache):
         """Drops all prefixes and all rows; right after, `prefill` may be called.
 
         For loops that change weights between generations. Costs nothing but the release of memory;
-        forks keep what they hold.
+        forks keep what they hold. None of these prefixes can be saved any more.
         """
+        self._models.doubt()
         self._state.let_all_go()
 
     def fork(self) -> "AsymmetricPagedCache":
