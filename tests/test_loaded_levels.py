@@ -19,9 +19,12 @@ from transformers import PreTrainedModel
 from trees import CHAINS, LEFT, OTHER, ROOT, TIP, planted
 
 from hf_granikv.errors import PrefixFileError
+from hf_granikv.loaded_levels import moved
 from hf_granikv.model_digest import ModelDigest
 from hf_granikv.pools import HotPool, Prefix
+from hf_granikv.pools.row_states import StateKey
 from hf_granikv.prefix_file import PrefixLevel, read_prefix, write_prefix
+from hf_granikv.views import LayerKind
 
 
 @pytest.fixture
@@ -151,7 +154,7 @@ def test_a_load_that_fails_half_way_holds_nothing(
     cache.invalidate()
     if holds_root:
         cache.prefill(model, prefix_ids(ROOT))
-    before, seal = observed(cache), HotPool.seal
+    before, pooled, seal = observed(cache), cache._state.hot.num_tokens, HotPool.seal
 
     def failing(self: HotPool, token_ids: torch.Tensor, *args: Any, **options: Any) -> Prefix:
         if len(token_ids) == len(TIP):
@@ -162,6 +165,25 @@ def test_a_load_that_fails_half_way_holds_nothing(
         patched.setattr(HotPool, "seal", failing)
         with pytest.raises(MemoryError):
             cache.load(path, model)
-    assert observed(cache) == before
+    assert (observed(cache), cache._state.hot.num_tokens) == (before, pooled)
     cache.load(path, model)
     assert cache.stats().hot_tokens == len(CHAINS["tip"])
+
+
+def test_layers_go_to_their_devices_and_those_on_the_cpu_are_not_copied() -> None:
+    cpu, other = torch.device("cpu"), torch.device("meta")
+    kinds = [LayerKind(num_states=1), LayerKind()]
+    made = {key: torch.ones(2, 3, 4) for key in "abcd"}
+    state = {StateKey("conv_states", 0): torch.ones(1, 3)}
+    level = PrefixLevel(
+        torch.arange(3), [made["a"], made["b"]], [made["c"], made["d"]], [0, 0], {0: [], 3: [state]}
+    )
+    with torch.inference_mode():
+        here, there = (moved(level, kinds, devices) for devices in ([cpu, other], [other, cpu]))
+    assert here.keys[0] is made["a"]
+    assert here.values[0] is made["c"]
+    assert here.states[3][0] == state
+    assert there.keys[1] is made["b"]
+    assert there.states[0] == []
+    gone = [here.keys[1], here.values[1], there.keys[0], *there.states[3][0].values()]
+    assert all(tensor.device == other and not tensor.is_inference() for tensor in gone)

@@ -121,7 +121,7 @@ def test_a_tree_is_put_together_again_and_nothing_of_it_is_held_twice(
     assert new_tokens(model, prompts, **cached(loaded)) == alone(model, ROWS)
     for prefix in found.values():
         loaded.release(prefix)
-    assert loaded.stats().hot_bytes == 0
+    assert loaded._state.hot.num_bytes == 0
 
 
 def test_salts_come_along(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_loaded_prefix_is_extended_saved_and_released_like_any(
     assert_same(empty(model).load(tmp_path / "leaf", model), leaf)
     cache.release(loaded)
     cache.release(leaf)
-    assert cache.stats().hot_bytes == 0
+    assert cache._state.hot.num_bytes == 0
 
 
 def test_a_cache_that_holds_the_prefix_holds_it_once_more(
@@ -184,7 +184,7 @@ def test_a_cache_that_holds_the_prefix_holds_it_once_more(
     cache.release(ours)
     assert new_tokens(model, left_padded(BATCH), **cached(cache)) == alone(model, BATCH)
     cache.release(ours)
-    assert cache.stats().hot_bytes == 0
+    assert cache._state.hot.num_bytes == 0
 
 
 def test_rows_and_bindings_go_on_while_a_prefix_is_loaded(
@@ -257,6 +257,21 @@ def test_each_layer_is_told_its_device(name: str) -> None:
     assert layer_devices(model, num_layers) == [cpu] * num_layers
     model.get_submodule(PATHS_OF_LAYERS[name]).to(other)
     assert layer_devices(model, num_layers) == [cpu, other, cpu, cpu][:num_layers]
+
+
+@pytest.mark.smoke
+def test_a_vision_tower_with_as_many_layers_does_not_tell_devices(model: PreTrainedModel) -> None:
+    tower = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+    model._modules = {"vision_tower": tower, **model._modules}
+    model.model.layers[1].to("meta")
+    assert [device.type for device in layer_devices(model, 2)] == ["cpu", "meta"]
+
+
+def test_layers_that_cannot_be_told_apart_are_refused(model: PreTrainedModel) -> None:
+    model.model.layers[1].to("meta")
+    model.model.layers.append(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is on 2 devices, .* one device"):
+        layer_devices(model, 2)
 
 
 def test_a_wrapped_model_is_looked_into(model: PreTrainedModel, saved: Path) -> None:
