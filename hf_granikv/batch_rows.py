@@ -29,6 +29,11 @@ class ParkedRow:
     tokens: tuple[KeysAndValues | None, ...] = field(repr=False)
     states: tuple[LayerStates, ...] = field(repr=False)
 
+    @classmethod
+    def empty(cls, prefix: Prefix | None) -> "ParkedRow":
+        """A row that holds nothing of its own."""
+        return cls(prefix, 0 if prefix is None else prefix.stop, 0, (), ())
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages held."""

@@ -31,3 +31,10 @@ class StalePrefixError(ValueError):
 
 class TornStateError(RuntimeError):
     """A forward pass failed half-way and left recurrent states that cannot be taken back."""
+
+
+class NotPackableError(ValueError):
+    """A model needs keys and values in one piece, or a mask, where rows that come and go have none.
+
+    `LiveRows` then runs each batch by itself, with masks.
+    """

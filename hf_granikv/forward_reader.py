@@ -73,6 +73,8 @@ class ForwardReader:
             layout, kwargs = read_generation(kwargs, starts, held, embeds_of)
         else:
             layout, kwargs = read_forward(kwargs, held)
+        if not state.needs_mask and layout.owned.all():
+            kwargs["attention_mask"] = None
         if is_generation or layout.starts_batch:
             self._models.check(module)
         positions = kwargs.get("position_ids")

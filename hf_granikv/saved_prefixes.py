@@ -13,7 +13,7 @@ from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.loaded_levels import check_levels, hold, moved, without_held
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_file import check_may_write, read_prefix, write_prefix
-from hf_granikv.state import CacheState
+from hf_granikv.rows_cache import RowsCache
 
 
 class PrefixSaver:
@@ -42,11 +42,9 @@ class PrefixSaver:
         return self
 
 
-class LoadingCache:
-    """What a cache does with files of prefixes."""
+class LoadingCache(RowsCache):
+    """A cache that takes prefixes from files."""
 
-    _state: CacheState
-    _served: ServedModel
     _models: KnownModels
 
     def attach(self, model: nn.Module) -> PreTrainedModel:
@@ -83,8 +81,6 @@ class LoadingCache:
         devices = layer_devices(inner, len(layers))
         fresh = [moved(level, layers, devices) for level in fresh]
         self.attach(model)
-        if not held:
-            self._models.start(inner)
         return hold(parent, fresh, held, self._saver)
 
     @property

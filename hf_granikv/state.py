@@ -39,6 +39,7 @@ class CacheState(BatchRows):
         peak_bytes: The most that rows of batches before this one held, since the last release.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
+        needs_mask: Whether models are given the mask of rows that come and go.
         is_live: Whether rows come and go: the inputs of forwards are read even without a prefix.
     """
 
@@ -53,6 +54,7 @@ class CacheState(BatchRows):
         self.num_cropped = 0
         self.step_id = 0
         self.is_generation_pending = False
+        self.needs_mask = True
         self.is_live = False
         self._staged: Layout | None = None
         self._step: Step | None = None
@@ -269,6 +271,7 @@ class CacheState(BatchRows):
             column_index=columns,
             dense_reason=layout.dense_reason,
             dense_refusal=why_not_dense(owned) if self.has_windows else None,
+            is_unmasked=not self.needs_mask and not (self._owned is None and self.reads.is_even),
             dispatch=self.options.dispatch,
             journal=self.journal,
         )

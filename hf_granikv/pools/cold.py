@@ -237,7 +237,7 @@ class ColdPool:
     def tidy(self) -> None:
         """Makes rows that moved runs again, so that reading them needs no gather."""
         held = self.table.flat()
-        if self.table.stride is None and len(np.unique(held)) == len(held):
+        if len(held) and self.table.stride is None and len(np.unique(held)) == len(held):
             self._lay_out(np.zeros(self.table.num_rows, dtype=np.int64), 1 / 8)
 
     def copy(self) -> "ColdPool":
