@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_prefix_making
 import torch
 from families import HYBRIDS
 from prompts import (
@@ -23,7 +24,7 @@ from prompts import (
 from saved import assert_same, built, empty
 from torch import nn
 from transformers import PreTrainedModel
-from trees import CHAINS, LEFT, OTHER, READ, RIGHT, ROOT, ROWS, TIP, planted
+from trees import CHAINS, LEFT, OTHER, READ, RIGHT, ROOT, ROWS, planted
 
 from hf_granikv.saved_prefixes import layer_devices
 
@@ -139,24 +140,32 @@ def test_salts_come_along(model: PreTrainedModel, tmp_path: Path) -> None:
     assert new_tokens(model, prompts, **cached(loaded)) == alone(model, rows)
 
 
-def test_what_a_prefix_keeps_of_its_parents_comes_along(model: PreTrainedModel, path: Path) -> None:
-    cache, held = planted(model)
-    right, tip = held["right"], held["tip"]
-    pairs = [
-        (torch.cat([right.keys[i], tip.keys[i]], 1), torch.cat([right.values[i], tip.values[i]], 1))
-        for i in range(2)
-    ]
-    fused = cache._state.hot.seal(
-        tip.token_ids, pairs, parent=right, num_fused=len(RIGHT), saver=tip.saver
-    )
-    fused.save(path)
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_prefix_keeps_of_its_parents_comes_along(path: Path, name: str) -> None:
+    """The long one keeps the tokens of its root, and only those: the tip reads it."""
+    model, chain = built(name), [*test_prefix_making.ROOT, *test_prefix_making.LONG]
+    cache = test_prefix_making.fused(model)
+    tip = cache._state.prefixes.all[-1]
+    tip.save(path)
     loaded = empty(model)
     found = loaded.load(path, model)
-    assert_same(found, fused)
-    assert [level.num_tokens for level in found.levels] == [len(ROOT), len(TIP)]
-    rows = [[*CHAINS["tip"], *suffix] for suffix in suffixes(3, 1)]
+    assert_same(found, tip)
+    assert [level.num_fused for level in found.chain] == [0, len(test_prefix_making.ROOT), 0]
+    rows = [[*chain, *test_prefix_making.TIP, *suffix] for suffix in suffixes(3, 3)]
     prompts = left_padded(rows)
     assert new_tokens(model, prompts, **cached(loaded.bind(**prompts))) == alone(model, rows)
+    loaded.check_integrity()
+
+
+def test_a_prefix_made_of_private_tokens_is_saved_like_any(
+    model: PreTrainedModel, path: Path
+) -> None:
+    cache, own = prefilled(model), tokens(6, seed=9)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([own]), **cached(cache))
+    prefix = cache.promote(cache.rows.park(0), torch.tensor(own))
+    prefix.save(path)
+    assert_same(empty(model).load(path, model), prefix)
 
 
 def test_a_loaded_prefix_is_extended_saved_and_released_like_any(
