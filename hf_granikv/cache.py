@@ -30,12 +30,12 @@ from hf_granikv.prefix_making import recording_of, sealed
 from hf_granikv.recording import Recording, record
 from hf_granikv.recurrent import build_layers
 from hf_granikv.row_prefixes import RowPrefixes
-from hf_granikv.rows_cache import RowsCache
+from hf_granikv.saved_prefixes import LoadingCache
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 
-class AsymmetricPagedCache(RowsCache):
+class AsymmetricPagedCache(LoadingCache):
     """A cache whose prefix is stored once for all rows, and whose private tokens one by one.
 
     ```
@@ -163,11 +163,7 @@ class AsymmetricPagedCache(RowsCache):
                 states would not all read the same.
         """
         rows = rows_of_ids(input_ids, attention_mask)
-        lookup = PrefixLookup(self._state.prefixes.all)
-        leaves = [
-            lookup.longest(row, its_salt)
-            for row, its_salt in zip(rows, salts_of(salt, len(rows)), strict=True)
-        ]
+        leaves = PrefixLookup(self._state.prefixes.all).leaves(rows, salts_of(salt, len(rows)))
         self._served.check_together(leaves)
         self._state.prefixes.bound = RowPrefixes.whole(leaves)
         return self
@@ -209,8 +205,9 @@ class AsymmetricPagedCache(RowsCache):
         """Drops all prefixes and all rows; right after, `prefill` may be called.
 
         For loops that change weights between generations. Costs nothing but the release of memory;
-        forks keep what they hold.
+        forks keep what they hold. None of these prefixes can be saved any more.
         """
+        self._models.doubt()
         self._state.let_all_go()
 
     def fork(self) -> "AsymmetricPagedCache":
@@ -276,9 +273,14 @@ class AsymmetricPagedCache(RowsCache):
     def _sealed(
         self, ids: Tensor, recording: Recording, parent: Prefix | None, salt: str | None
     ) -> Prefix:
-        num_q_heads = self._served.num_q_heads
         return sealed(
-            self._state, ids, recording, parent=parent, salt=salt, num_q_heads=num_q_heads
+            self._state,
+            ids,
+            recording,
+            parent=parent,
+            salt=salt,
+            saver=self._saver,
+            num_q_heads=self._served.num_q_heads,
         )
 
     def reading_alone(self, prefix: Prefix | None) -> "AsymmetricPagedCache":

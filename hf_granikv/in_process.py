@@ -26,8 +26,8 @@ class InProcessCache(Cache):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled, nor sent to another process: its prefix "
-            "belongs to weights of this one. Keep the token ids, cache.prefill(model, ids) there; "
-            "within a process use cache.fork() or copy.deepcopy."
+            "belongs to weights of this one. Use prefix.save(path) and cache.load(path, model), or "
+            "cache.prefill(model, ids) there; within a process cache.fork() or copy.deepcopy."
         )
 
     def __iter__(self) -> Iterator[Any]:

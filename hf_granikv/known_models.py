@@ -7,6 +7,7 @@ from torch import nn
 
 from hf_granikv.errors import StalePrefixError
 from hf_granikv.identity import ModelIdentity, content_difference
+from hf_granikv.model_digest import ModelDigest
 
 _REMEDY = "call cache.invalidate() and prefill again."
 
@@ -59,15 +60,52 @@ class KnownModels:
                 f"{identity.difference(model)}. To go on with the model as it is, {_REMEDY}"
             )
 
+    def doubt(self) -> None:
+        """Parts the models from what they have computed, for writes that no mark shows.
+
+        Nothing of that can be saved any more, and each model is hashed anew. They stay known.
+        """
+        for model in self:
+            ModelDigest.forget(model)
+        computed, self._identities = self._identities, self._identities.copy()
+        computed.clear()
+
+    def digest(self) -> ModelDigest:
+        """The content of the models, for what they have computed since the start.
+
+        Raises:
+            StalePrefixError: If no model is left that computes as it did then, naming what changed.
+        """
+        unchanged = self._unchanged()
+        if unchanged is not None:
+            return ModelDigest.of(unchanged)
+        changed = next(iter(self), None)
+        if changed is None:
+            why = "no model that computes it is left, or cache.invalidate was called since"
+        else:
+            difference = self._identities[changed].difference(changed)
+            why = f"{type(changed).__name__} has changed since it computed it: {difference}"
+        raise StalePrefixError(
+            f"the prefix cannot be saved: {why}. Save a prefix before that, or prefill it anew."
+        )
+
+    def shared(self) -> "KnownModels":
+        """The models known until this object starts anew or doubts, those to come included."""
+        twin = KnownModels()
+        twin._identities = self._identities
+        return twin
+
     def copy(self) -> "KnownModels":
         """The same models, to be added to independently."""
         twin = KnownModels()
         twin._identities = self._identities.copy()
         return twin
 
+    def _unchanged(self) -> nn.Module | None:
+        return next((known for known in self if self._identities[known].is_of(known)), None)
+
     def _check_same(self, model: nn.Module) -> None:
-        unchanged = (known for known in self if self._identities[known].is_of(known))
-        known = next(unchanged, None)
+        known = self._unchanged()
         if known is None:
             raise StalePrefixError(
                 f"{type(model).__name__} cannot be compared with the model that the prefix was "

@@ -47,3 +47,7 @@ class PrefixLookup:
                 if child is not None:
                     found.append(child)
         return best
+
+    def leaves(self, rows: Iterable[Ints], salts: Iterable[str | None]) -> list[Prefix | None]:
+        """The longest chain of each row under its salt."""
+        return [self.longest(row, salt) for row, salt in zip(rows, salts, strict=True)]

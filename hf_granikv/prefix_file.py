@@ -1,6 +1,5 @@
 """Prefixes in files, each bound to the model that computed it by a digest of its content."""
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_granikv.errors import PrefixFileError
 from hf_granikv.model_digest import ModelDigest
+from hf_granikv.pools import Prefix
 from hf_granikv.pools.row_states import LayerStates, StateKey
 from hf_granikv.tensor_file import map_tensors, read_header, write_tensors
 
@@ -30,6 +30,7 @@ class PrefixLevel:
         states: For layers that keep states: the absolute number of tokens -> per such layer what
             the states are after them, `[1, ...]` each.
         salt: What keeps equal tokens of different owners apart.
+        num_fused: Tokens of its parents that it keeps itself.
     """
 
     token_ids: Tensor
@@ -38,11 +39,12 @@ class PrefixLevel:
     starts: Sequence[int] = field(repr=False)
     states: Mapping[int, Sequence[LayerStates]] = field(default_factory=dict, repr=False)
     salt: str | None = None
+    num_fused: int = 0
 
 
 def write_prefix(
     path: str | os.PathLike[str],
-    levels: Sequence[PrefixLevel],
+    levels: Sequence[Prefix | PrefixLevel],
     model: ModelDigest,
     *,
     overwrite: bool = False,
@@ -50,16 +52,15 @@ def write_prefix(
     """Writes a prefix and its ancestors to one file, which appears when it is complete.
 
     Args:
-        path: Where to; an earlier prefix file there is replaced, and who has mapped it keeps it.
+        path: Where to.
         levels: From the first ancestor to the prefix.
         model: Of the model that computed them.
-        overwrite: Replaces a file that holds no prefix as well.
+        overwrite: Replaces a file that is there; who has mapped it keeps what was in it.
 
     Raises:
-        PrefixFileError: If something else is at `path`, or no folder to put it in.
+        PrefixFileError: If something is at `path`, or there is no folder to put it in.
     """
-    target = Path(os.path.realpath(path))
-    _check_may_write(target, overwrite=overwrite)
+    target = check_may_write(path, overwrite=overwrite)
     tensors = {
         name: tensor
         for level_idx, level in enumerate(levels)
@@ -71,6 +72,24 @@ def write_prefix(
         "levels": json.dumps([_described(level) for level in levels]),
     }
     write_tensors(target, tensors, metadata)
+
+
+def check_may_write(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Gives where a file at `path` will lie, links followed.
+
+    Raises:
+        PrefixFileError: As `write_prefix` does.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise PrefixFileError(f"{target.parent} is no folder; make it before saving {target.name}.")
+    if target.exists() and not target.is_file():
+        raise PrefixFileError(f"{target} is no regular file; save the prefix under another name.")
+    if target.exists() and not overwrite:
+        raise PrefixFileError(
+            f"{target} is there already; save under another name, or pass overwrite=True."
+        )
+    return target
 
 
 def read_prefix(path: str | os.PathLike[str], model: nn.Module) -> list[PrefixLevel]:
@@ -112,7 +131,7 @@ def read_prefix(path: str | os.PathLike[str], model: nn.Module) -> list[PrefixLe
     return [_rebuilt(level_idx, described, tensors) for level_idx, described in levels]
 
 
-def _tensors(level_idx: int, level: PrefixLevel) -> list[tuple[str, Tensor]]:
+def _tensors(level_idx: int, level: Prefix | PrefixLevel) -> list[tuple[str, Tensor]]:
     pairs = enumerate(zip(level.keys, level.values, strict=True))
     return [
         (f"{level_idx}.token_ids", level.token_ids),
@@ -134,13 +153,18 @@ def _state_name(level_idx: int, num_tokens: int, layer_idx: int, key: StateKey) 
     return f"{level_idx}.states.{num_tokens}.{layer_idx}.{key.kind}.{key.state_idx}"
 
 
-def _described(level: PrefixLevel) -> dict[str, Any]:
+def _described(level: Prefix | PrefixLevel) -> dict[str, Any]:
     """What a level says beside its tensors."""
     states = {
         num_tokens: [list(of_layer) for of_layer in layers]
         for num_tokens, layers in level.states.items()
     }
-    return {"starts": list(level.starts), "states": states, "salt": level.salt}
+    return {
+        "starts": list(level.starts),
+        "states": states,
+        "salt": level.salt,
+        "num_fused": level.num_fused,
+    }
 
 
 def _rebuilt(level_idx: int, described: dict[str, Any], tensors: dict[str, Tensor]) -> PrefixLevel:
@@ -162,21 +186,5 @@ def _rebuilt(level_idx: int, described: dict[str, Any], tensors: dict[str, Tenso
         starts=tuple(described["starts"]),
         states=states,
         salt=described["salt"],
+        num_fused=described["num_fused"],
     )
-
-
-def _check_may_write(target: Path, *, overwrite: bool) -> None:
-    if not target.parent.is_dir():
-        raise PrefixFileError(f"{target.parent} is no folder; make it before saving {target.name}.")
-    if not target.exists():
-        return
-    if not target.is_file():
-        raise PrefixFileError(f"{target} is no regular file; save the prefix under another name.")
-    metadata: Mapping[str, str] = {}
-    with contextlib.suppress(PrefixFileError):
-        metadata = read_header(target).metadata
-    if not overwrite and _FORMAT_KEY not in metadata:
-        raise PrefixFileError(
-            f"{target} is there already and holds no prefix; save under another name, or pass "
-            "overwrite=True."
-        )

@@ -9,6 +9,7 @@ from hf_granikv.backends import BACKENDS
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.dispatch.fusing import FusingCost, fusing_cost, is_short
 from hf_granikv.pools import Prefix
+from hf_granikv.pools.hot import Saver
 from hf_granikv.pools.storage import KeysAndValues
 from hf_granikv.recording import Recording
 from hf_granikv.state import CacheState
@@ -22,6 +23,7 @@ def sealed(
     *,
     parent: Prefix | None,
     salt: str | None,
+    saver: Saver,
     num_q_heads: int,
 ) -> Prefix:
     """Stores a prefix, with the tokens before it if that is predicted to be faster.
@@ -32,6 +34,7 @@ def sealed(
         recording: What layers keep of them.
         parent: What it extends.
         salt: See `Prefix`.
+        saver: Likewise.
         num_q_heads: Query heads of the model.
     """
     pairs, states = recording
@@ -47,7 +50,9 @@ def sealed(
                 f"apart would take {1e6 * cost.apart_s:.0f} us per layer, in each of its siblings "
                 f"{1e6 * cost.fused_s:.0f} us."
             )
-    return state.hot.seal(token_ids, pairs, states, parent=parent, salt=salt, num_fused=num_fused)
+    return state.hot.seal(
+        token_ids, pairs, states, parent=parent, salt=salt, num_fused=num_fused, saver=saver
+    )
 
 
 def recording_of(parked: ParkedRow, num_tokens: int, layers: Sequence[LayerKind]) -> Recording:

@@ -5,10 +5,14 @@
 For a machine with a GPU and accelerate; pytest does not collect it.
 """
 
+from tempfile import TemporaryDirectory
+
 import torch
 from accelerate import dispatch_model
 from families import SHARED_PATH
 from prompts import alone, cached, left_padded, new_tokens, prefilled, suffixes, whole
+
+from hf_granikv import AsymmetricPagedCache
 
 
 def main() -> None:
@@ -36,7 +40,14 @@ def main() -> None:
     devices = [keys.device.type for keys in held._state.prefixes.only.keys]
     assert devices == ["cuda", "cpu"], devices
     held.check_integrity()
-    print("layers on cuda and cpu: tokens equal, greedy and with beams")
+    with TemporaryDirectory() as folder:
+        held._state.prefixes.only.save(f"{folder}/prefix")
+        loaded = AsymmetricPagedCache(model.config)
+        prefix = loaded.load(f"{folder}/prefix", model)
+    assert [keys.device for keys in prefix.keys] == [model.device, torch.device("cpu")]
+    assert new_tokens(model, inputs, **cached(loaded)) == want
+    loaded.check_integrity()
+    print("layers on cuda and cpu: tokens equal, greedy, with beams, and from a file")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def chain(dtype: torch.dtype = torch.float32) -> list[PrefixLevel]:
     return [
         level(5, 0, dtype, salt='tenant "0"'),
         level(2, 5, dtype, states=states),
-        level(1, 7, dtype),
+        level(1, 7, dtype, num_fused=2),
     ]
 
 
@@ -60,6 +60,7 @@ def assert_same(found: list[PrefixLevel], want: list[PrefixLevel]) -> None:
     for one, other in zip(found, want, strict=True):
         assert torch.equal(one.token_ids, other.token_ids)
         assert (one.salt, list(one.starts)) == (other.salt, list(other.starts))
+        assert one.num_fused == other.num_fused
         assert list(one.states) == list(other.states)
         for now, then in zip(tensors_of([one]), tensors_of([other]), strict=True):
             assert (now.dtype, now.shape) == (then.dtype, then.shape)
@@ -167,7 +168,7 @@ def test_a_write_to_what_was_read_does_not_reach_the_file(saved: Path) -> None:
 def test_what_was_read_outlives_the_file(saved: Path) -> None:
     levels = read_prefix(saved, MODEL)
     kept = [tensor.clone() for tensor in tensors_of(levels)]
-    write_prefix(saved, chain(), DIGEST)
+    write_prefix(saved, chain(), DIGEST, overwrite=True)
     saved.unlink()
     assert all(map(torch.equal, tensors_of(levels), kept))
 
@@ -284,10 +285,13 @@ def test_a_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 # ---- writing
 
 
-@pytest.mark.parametrize("kind", ["folder", "empty", "text", "pickle", "weights"])
-def test_what_is_no_prefix_is_overwritten_only_if_asked(tmp_path: Path, kind: str) -> None:
+EXISTING = {**FOREIGN, "prefix": (lambda path: write_prefix(path, chain(), DIGEST), "")}
+
+
+@pytest.mark.parametrize("kind", ["folder", "empty", "text", "pickle", "weights", "prefix"])
+def test_what_is_there_is_overwritten_only_if_asked(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "prefix"
-    FOREIGN[kind][0](path)
+    EXISTING[kind][0](path)
     before = path.is_file() and path.read_bytes()
     with pytest.raises(PrefixFileError, match=str(path)):
         write_prefix(path, chain(), DIGEST)
@@ -308,7 +312,7 @@ def test_a_write_that_fails_leaves_what_was_there(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space left"):
-        write_prefix(saved, chain(), DIGEST)
+        write_prefix(saved, chain(), DIGEST, overwrite=True)
     assert (os.listdir(saved.parent), saved.read_bytes()) == ([saved.name], before)
 
 

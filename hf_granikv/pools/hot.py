@@ -1,9 +1,11 @@
 """Prefixes that many rows read: stored once, exactly, and never written again."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +14,13 @@ from torch import Tensor
 
 from hf_granikv.errors import IntegrityError
 from hf_granikv.pools.row_states import LayerStates
+
+
+class Saver(Protocol):
+    """Writes a prefix to a file, with what identifies the model that computed it."""
+
+    def __call__(self, prefix: "Prefix", path: str | os.PathLike[str], *, overwrite: bool) -> None:
+        """See `Prefix.save`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +43,7 @@ class Prefix:
         parent: The prefix that it extends; None if it starts a sequence.
         salt: Rows find it under this word only.
         num_fused: Tokens of its parents that it keeps itself, since reading them apart would cost more.
+        saver: What `save` calls; None if nobody knows the model that computed it.
     """
 
     token_ids: Tensor
@@ -44,6 +54,7 @@ class Prefix:
     parent: "Prefix | None" = field(default=None, repr=False)
     salt: str | None = None
     num_fused: int = 0
+    saver: Saver | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         behind = f" after {self.start} others" if self.start else ""
@@ -110,6 +121,28 @@ class Prefix:
         states = [t for at in self.states.values() for layer in at for t in layer.values()]
         return [*self.keys, *self.values, *states]
 
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes this prefix and all it extends to a safetensors file, for `cache.load`.
+
+        The file appears when it is complete. The model is hashed, once for each model object.
+
+        Args:
+            path: Where to.
+            overwrite: Replaces a file that is there.
+
+        Raises:
+            PrefixFileError: If something is at `path`, or there is no folder to put it in.
+            StalePrefixError: If the model that computed it has changed since or is gone, or
+                `cache.invalidate` was called.
+            ValueError: If the prefix was made by no cache.
+        """
+        if self.saver is None:
+            raise ValueError(
+                f"{self} was made by no cache, so its model is not known; save a prefix that "
+                "cache.prefill or cache.load returned."
+            )
+        self.saver(self, path, overwrite=overwrite)
+
 
 def prefix_digest(ahead: bytes, salt: str | None, token_ids: NDArray[np.int64]) -> bytes:
     """What identifies the ids of a prefix, given what they extend.
@@ -159,6 +192,7 @@ class HotPool:
         parent: Prefix | None = None,
         salt: str | None = None,
         num_fused: int = 0,
+        saver: Saver | None = None,
     ) -> Prefix:
         """Takes ownership of freshly computed keys and values, and holds them once.
 
@@ -170,6 +204,7 @@ class HotPool:
             parent: Likewise; it is held as long as the new prefix is.
             salt: See `Prefix`.
             num_fused: Likewise.
+            saver: Likewise.
         """
         pairs = [(_exact(k), _exact(v)) for k, v in keys_and_values]
         stop = len(token_ids) + (0 if parent is None else parent.stop)
@@ -183,6 +218,7 @@ class HotPool:
             parent=parent,
             salt=salt,
             num_fused=num_fused,
+            saver=saver,
             states={
                 num_tokens: tuple({key: _exact(t) for key, t in layer.items()} for layer in layers)
                 for num_tokens, layers in (states or {}).items()
