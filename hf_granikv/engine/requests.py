@@ -142,7 +142,7 @@ class Asked:
         for name in ("stop_strings", "tokenizer"):
             kwargs.pop(name, None)
         # the caller's model and config stay as they are
-        asked = copy.copy(self._model)
+        asked: Any = copy.copy(self._model)
         asked.generation_config = _without_cache_or_strings(self._model.generation_config)
         if kwargs.get("generation_config") is not None:
             kwargs["generation_config"] = _without_cache_or_strings(kwargs["generation_config"])

@@ -1,6 +1,7 @@
 """Choosing the next token of one turn, as `generate` does for a batch of that row alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +32,15 @@ class Sampler:
         generator: torch.Generator | None = None,
         keeps_scores: bool = False,
     ) -> None:
-        self._processors = processors
+        self._processors: Any = processors
         self._generator = generator
         self._scores: list[Tensor] | None = [] if keeps_scores else None
         lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
         ends = [c for c in criteria if type(c) is EosTokenCriteria]
         self.max_length = min(c.max_length for c in lengths)
-        self._end_ids = {i for c in ends for i in torch.as_tensor(c.eos_token_id).flatten().tolist()}
+        self._end_ids = {
+            i for c in ends for i in torch.as_tensor(c.eos_token_id).flatten().tolist()
+        }
         # numbers are compared without a tensor, which would make a device wait
         self._others = [c for c in criteria if c not in (*lengths, *ends)]
         self._length = prompt_ids.shape[1]
@@ -91,16 +94,13 @@ class Sampler:
         return self._buffer[:, : self._length]
 
 
-def chosen(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[int]:
-    """Chooses the next token of several turns, with one wait for the device.
+def most_probable(logits: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Chooses what several plain samplers would, at once.
 
     Args:
-        samplers: Of each turn.
         logits: `[vocab_size]` each.
+
+    Returns:
+        `[]` int64 each.
     """
-    if all(sampler.is_plain for sampler in samplers):
-        tokens: list[int] = torch.stack(list(logits)).float().argmax(dim=-1).tolist()
-        return tokens
-    drawn = [sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True)]
-    tokens = torch.stack(drawn).tolist()
-    return tokens
+    return torch.stack(list(logits)).float().argmax(dim=-1).unbind()

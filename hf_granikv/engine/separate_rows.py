@@ -15,6 +15,7 @@ from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.pools import Prefix
+from hf_granikv.row_prefixes import RowPrefixes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,10 +80,7 @@ class SeparateRows:
     def start(self, prefix: Prefix | None, parked: ParkedFork | None = None) -> SeparateRow:
         """Gives a new row; see `Rows.start`."""
         self._check_room(0 if parked is None else parked.num_tokens)
-        if parked is None:
-            cache = self._reading(prefix)
-        else:
-            cache = parked.cache.fork()
+        cache = self._reading(prefix) if parked is None else parked.cache.fork()
         row = SeparateRow(prefix, cache)
         self._rows[row] = 0 if parked is None else parked.num_tokens
         return row
@@ -143,7 +141,9 @@ class SeparateRows:
         held = self._cache._state.prefixes
         if prefix is not None and prefix not in held.levels:
             raise ValueError(f"the cache does not hold {prefix}; pass one that it prefilled.")
-        cache = self._cache._reading_alone(prefix)
+        cache = self._cache.fork()
+        cache.reset()
+        cache._state.prefixes.bound = RowPrefixes.whole([prefix])
         others = [prefix for prefix, _ in cache._state.prefixes._holds]
         if prefix is not None:
             cache._state.hot.acquire(prefix)

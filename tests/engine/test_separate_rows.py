@@ -89,7 +89,7 @@ def test_a_failing_forward_leaves_every_row_as_it_was(model, layer):
     cache, held = planted(model)
     rows, own = SeparateRows(model, cache), tokens(6, seed=1)
     started = [rows.start(held[name]) for name in ("left", "tip", "none") if name in held]
-    rows.forward({row: own[:3] for row in started})
+    rows.forward(dict.fromkeys(started, own[:3]))
     calls = []
 
     def fail(*_):
@@ -100,10 +100,10 @@ def test_a_failing_forward_leaves_every_row_as_it_was(model, layer):
     stack = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     hook = stack[layer].register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="broken"):
-        rows.forward({row: own[3:5] for row in started})
+        rows.forward(dict.fromkeys(started, own[3:5]))
     hook.remove()
     assert [rows.num_tokens(row) for row in started] == [3, 3]
-    logits = rows.forward({row: own[3:] for row in started})
+    logits = rows.forward(dict.fromkeys(started, own[3:]))
     for row, name in zip(started, ("left", "tip"), strict=True):
         assert close(logits[row], model, [*CHAINS[name], *own])
     rows.check_integrity()

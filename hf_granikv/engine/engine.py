@@ -1,0 +1,204 @@
+"""A continuous engine: turns come from any thread, one thread computes them all."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from hf_granikv.agent import Reply
+from hf_granikv.cache import AsymmetricPagedCache
+from hf_granikv.config import is_count
+from hf_granikv.engine.batch import Batch
+from hf_granikv.engine.figures import EngineFigures
+from hf_granikv.engine.job import Job
+from hf_granikv.engine.memories import Memories
+from hf_granikv.engine.memory import NOTHING, Memory
+from hf_granikv.engine.preemption import PreemptionCost
+from hf_granikv.engine.requests import Asked
+from hf_granikv.engine.rows import Rows
+from hf_granikv.engine.schedule import Limits
+from hf_granikv.engine.separate_rows import SeparateRows
+from hf_granikv.engine.turn import Turn
+from hf_granikv.engine.worker import Worker
+from hf_granikv.pools import Prefix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Engine:
+    """Answers prompts in one batch that turns join and leave at any token.
+
+    Prompts are computed in chunks between the steps of running answers. The tokens of a turn are those
+    that `model.generate` gives for it alone, whoever else runs: processors, stopping criteria and random
+    draws are its own. When the budget is short, agents that are idle lose what they hold first, then the
+    youngest turn waits and resumes where it was. The engine's thread ends with `close`, at the end of a
+    `with` block, or when the engine is forgotten.
+
+    Args:
+        model: The model that prefilled the cache.
+        cache: Holds the prefixes. Its `cold_slots` limit the private tokens of all turns and of idle
+            agents together.
+        tokenizer: Makes text of answers.
+        max_bytes: Limits their bytes likewise.
+        max_rows: The most turns that run at a time; more wait.
+        max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
+            keeps running answers waiting.
+        rows: Holds and computes the rows; by default what the model allows.
+
+    Raises:
+        ValueError: If a number is not positive, or `max_bytes` is less than a token takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: AsymmetricPagedCache,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        max_bytes: int | None = None,
+        max_rows: int = 64,
+        max_step_tokens: int = 256,
+        rows: Rows | None = None,
+    ) -> None:
+        given = {"max_bytes": max_bytes, "max_rows": max_rows, "max_step_tokens": max_step_tokens}
+        for name, value in given.items():
+            if value is not None and not is_count(value):
+                raise ValueError(f"{name} is {value!r}; give a positive number.")
+        self._model = model
+        self._tokenizer = tokenizer
+        self._rows = SeparateRows(model, cache) if rows is None else rows
+        max_tokens = _max_tokens(self._rows, max_bytes)
+        self._limits = Limits(max_tokens, max_rows, max_step_tokens)
+        self._memories = Memories()
+        cost = PreemptionCost(frees_budget=getattr(self._rows, "parks_elsewhere", False))
+        batch = Batch(self._rows, self._limits, self._memories, cost)
+        self._figures = batch.figures
+        self._worker = Worker(batch)
+        self._finalizer = weakref.finalize(self, self._worker.close)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        *,
+        prefix: Prefix | None = None,
+        memory: Memory | None = None,
+        name: str = "",
+        seed: int | None = None,
+        on_end: Callable[[Reply], None] | None = None,
+        **generation_kwargs: Any,
+    ) -> Turn:
+        """Lets a prompt be answered; from any thread.
+
+        Args:
+            token_ids: The whole prompt, the ids of the prefix included.
+            prefix: The end of the chain of prefixes that it starts with; that of the memory if there
+                is one.
+            memory: What the agent held so far: only what comes after their common ids is computed. It
+                holds this turn afterwards.
+            name: Whose answer it is.
+            seed: For `do_sample`: draws are those of `generate` after `torch.manual_seed(seed)`.
+            on_end: Takes the reply on the engine's thread, before the turn is done; not if it fails.
+            generation_kwargs: As `model.generate` takes them.
+
+        Raises:
+            ColdPoolFullError: The turn would not fit even if it were alone.
+            RuntimeError: The engine is closed.
+            ValueError: The ids do not start with those of the prefix or are no more than that, or an
+                argument asks for what a row among others cannot do.
+        """
+        ids = [int(token_id) for token_id in token_ids]
+        prefix = memory.prefix if memory is not None else prefix
+        num_shared = 0 if prefix is None else prefix.stop
+        _check_prompt(ids, prefix)
+        sampler = Asked(self._model, generation_kwargs).sampler(ids, self._tokenizer, seed)
+        turn = Turn(name, len(ids), self._tokenizer)
+        job = Job(turn, sampler, ids[num_shared:], prefix, memory)
+        self._limits.check_fits(job.num_at_most)
+        # until it is done the turn keeps the engine alive
+        turn.on_cancel(partial(self._cancel, job))
+        if on_end is not None:
+            turn.on_end(on_end)
+        self._worker.submit(job)
+        return turn
+
+    def memory(self, prefix: Prefix | None = None) -> Memory:
+        """Gives a memory for an agent that reads these prefixes."""
+        return self._memories.make(prefix)
+
+    def fork(self, memory: Memory) -> Memory:
+        """Gives another agent's memory that starts with the same tokens, held once for both."""
+        return self._memories.fork(memory)
+
+    def forget(self, memory: Memory) -> None:
+        """Gives back what an agent holds, after the step under way."""
+        with self.paused():
+            memory.kept = NOTHING
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Keeps the engine between two steps, for callers that use the model or the cache meanwhile."""
+        return self._worker.paused()
+
+    @property
+    def figures(self) -> EngineFigures:
+        """What has been done so far; counts go on changing while turns run."""
+        return self._figures
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that agents hold between their turns."""
+        with self.paused():
+            return self._memories.num_bytes
+
+    def check_integrity(self) -> None:
+        """Checks the pools, between two steps.
+
+        Raises:
+            IntegrityError: With the broken equation in numbers.
+        """
+        with self._worker.paused() as batch:
+            batch.check_integrity()
+
+    def close(self) -> None:
+        """Cancels what runs, ends the thread after the step under way, and gives back what agents hold."""
+        self._finalizer()
+        with self.paused():
+            self._memories.forget(each.key for each in self._memories.idle())  # type: ignore[misc]
+
+    def _cancel(self, job: Job) -> None:
+        self._worker.cancel(job)
+
+
+def _max_tokens(rows: Rows, max_bytes: int | None) -> int | None:
+    limits = [] if rows.num_slots_limit is None else [rows.num_slots_limit]
+    if max_bytes is not None:
+        if max_bytes < rows.bytes_per_token:
+            raise ValueError(
+                f"max_bytes is {max_bytes}, one private token takes {rows.bytes_per_token}; raise it."
+            )
+        limits.append(max_bytes // rows.bytes_per_token)
+    return min(limits, default=None)
+
+
+def _check_prompt(ids: list[int], prefix: Prefix | None) -> None:
+    shared = np.zeros(0, dtype=np.int64) if prefix is None else prefix.chain_ids
+    if not np.array_equal(ids[: len(shared)], shared):
+        raise ValueError(
+            f"the prompt of {len(ids)} tokens does not start with the {len(shared)} of its prefix; "
+            "pass the whole prompt, or the prefix that it starts with."
+        )
+    if len(ids) == len(shared):
+        raise ValueError(
+            f"the prompt has no token after the {len(shared)} of its prefix; there is nothing to "
+            "predict from."
+        )
