@@ -1,5 +1,6 @@
 """A batch over one stored prefix, turns for it, and what each must give alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,25 +28,28 @@ def shared_model() -> Any:
     return llama()
 
 
+def prompt(content: str | Sequence[int]) -> list[int]:
+    """The ids of a prompt: those of a text after the prefix, or the ids given."""
+    ids = TOKENIZER(content)["input_ids"] if isinstance(content, str) else content
+    return [*PREFIX_IDS, *ids]
+
+
 @cache
-def _alone(text: str, seed: int | None, options: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
+def _alone(
+    ids: tuple[int, ...], seed: int | None, options: tuple[tuple[str, Any], ...]
+) -> tuple[int, ...]:
     if seed is not None:
         torch.manual_seed(seed)
-    ids = [*PREFIX_IDS, *TOKENIZER(text)["input_ids"]]
     kwargs: dict[str, Any] = dict(options)
     if "stop_strings" in kwargs:
         kwargs["tokenizer"] = TOKENIZER
-    out = shared_model().generate(torch.tensor([ids]), **kwargs)
+    out = shared_model().generate(torch.tensor([list(ids)]), **kwargs)
     return tuple(out[0, len(ids) :].tolist())
 
 
-def alone(text: str, seed: int | None = None, **options: Any) -> tuple[int, ...]:
+def alone(content: str | Sequence[int], seed: int | None = None, **options: Any) -> tuple[int, ...]:
     """What `generate` gives for a prompt alone, with transformers' own cache."""
-    return _alone(text, seed, tuple(sorted(options.items())))
-
-
-def prompt(text: str) -> list[int]:
-    return [*PREFIX_IDS, *TOKENIZER(text)["input_ids"]]
+    return _alone(tuple(prompt(content)), seed, tuple(sorted(options.items())))
 
 
 @dataclass
@@ -87,9 +91,14 @@ class Rig:
         return self.memories.make(self.prefix)
 
     def add(
-        self, text: str, seed: int | None = None, memory: Any = None, name: str = "", **options: Any
+        self,
+        content: str | Sequence[int],
+        seed: int | None = None,
+        memory: Any = None,
+        name: str = "",
+        **options: Any,
     ) -> Job:
-        ids = prompt(text)
+        ids = prompt(content)
         sampler = Asked(self.model, options).sampler(ids, TOKENIZER, seed)
         turn = Turn(name, len(ids), TOKENIZER)
         job = Job(turn, sampler, ids[len(PREFIX_IDS) :], self.prefix, memory)

@@ -73,6 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "timing": set(),
     "report": {"timing"},
     "agent": {"pools", "prompts"},
+    "engine": {"agent", "announce", "cache", "pools", "row_prefixes"},
     "multi_agent": {"agent", "cache", "pools", "prompts", "report", "settings", "timing"},
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
@@ -112,6 +113,36 @@ def test_imports_follow_the_arrows(file: Path) -> None:
         return
     allowed = ARROWS[room] | SHARED | {room}
     assert rooms_in(imported_modules(file)) <= allowed
+
+
+# within the room of the engine: the schedule knows counts alone, the batch no thread
+ENGINE_ARROWS: dict[str, set[str]] = {
+    "schedule": set(),
+    "preemption": set(),
+    "text": set(),
+    "figures": set(),
+    "rows": set(),
+    "memory": set(),
+    "sampler": set(),
+    "separate_rows": set(),
+    "turn": {"text"},
+    "requests": {"sampler"},
+    "job": {"memory", "sampler", "schedule", "turn"},
+    "memories": {"job", "memory", "schedule"},
+    "batch": {
+        *("figures", "job", "memories", "memory", "preemption", "rows", "sampler", "schedule"),
+    },
+    "worker": {"batch", "job"},
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_ARROWS)
+def test_imports_inside_the_engine_follow_the_arrows(name: str) -> None:
+    modules = imported_modules(PACKAGE / "engine" / f"{name}.py")
+    inside = {m.split(".")[2] for m in modules if m.startswith("hf_granikv.engine.")}
+    assert inside <= ENGINE_ARROWS[name]
+    if name in ("schedule", "preemption", "figures"):
+        assert "torch" not in modules
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

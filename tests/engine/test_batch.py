@@ -146,7 +146,9 @@ def test_a_cancelled_turn_frees_its_place_at_once():
 def test_a_turn_that_can_never_fit_is_refused_at_once():
     rig = Rig(max_tokens=15)
     rig.add("Why?", **LONG)
-    with pytest.raises(ColdPoolFullError, match="up to 16 private tokens was asked, the budget is 15"):
+    with pytest.raises(
+        ColdPoolFullError, match="up to 16 private tokens was asked, the budget is 15"
+    ):
         rig.add("Why??", **LONG)
     rig.run()
 
