@@ -125,7 +125,7 @@ def test_a_cancelled_turn_ends_the_loop_over_its_pieces(engine):
 def test_waiting_has_an_end(engine):
     with Gate(shared_model()) as gate:
         turn = ask(engine, "Why?")
-        with pytest.raises(TimeoutError, match="'Why\\?' has 0 tokens after 0.01 seconds"):
+        with pytest.raises(TimeoutError, match=r"'Why\?' has 0 tokens after 0.01 seconds"):
             turn.result(0.01)
         gate.let(100)
         assert turn.result(WAIT_S).token_ids == alone("Why?", **LONG)

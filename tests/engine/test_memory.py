@@ -43,7 +43,7 @@ def test_a_prompt_that_went_another_way_keeps_the_common_part(num_same):
     rig = Rig()
     memory = rig.memory()
     first = answered(rig, FIRST, memory)
-    ids = [*FIRST, *reply(first)][:num_same] + [99, 98, 97]
+    ids = [*[*FIRST, *reply(first)][:num_same], 99, 98, 97]
     second = answered(rig, ids, memory)
     assert reply(second) == alone(ids, **LONG)
     assert second.turn.computed_tokens == len(ids) - min(num_same, 12)

@@ -10,7 +10,7 @@ from transformers.generation import StoppingCriteria, StopStringCriteria, Waterm
 
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.engine.requests import Asked
-from hf_granikv.engine.sampler import chosen
+from hf_granikv.engine.sampler import most_probable
 
 PROMPT = "The tide table of Vaskelo. When is high water? The tide table"
 
@@ -40,7 +40,9 @@ def sampled(model, tokenizer, ids, *, seed=None, **kwargs):
     with torch.no_grad():
         while reason is None:
             logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids += chosen([sampler], [logits])
+            token = sampler.choose(logits)
+            assert not sampler.is_plain or token == most_probable([logits.flip(0), logits])[1]
+            ids.append(int(token))
             reason = sampler.take(ids[-1])
     return ids[num_prompt:], reason
 
