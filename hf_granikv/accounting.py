@@ -55,6 +55,6 @@ def _dense_bytes_per_row(state: CacheState) -> int:
         if layer.window is not None:
             num_tokens = min(num_tokens, layer.window.size - 1)
         num_bytes += num_tokens * sum(
-            t.shape[0] * t.shape[2] * t.element_size() for t in held if t is not None
+            t.shape[0] * t.shape[2] * t.element_size() for t in held or ()
         )
     return num_bytes

@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_granikv.row_processors import show_rows_alone
+
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a model: itself, or what a wrapper (PEFT, say) holds.
@@ -48,11 +50,17 @@ def announce_forward(
     if args:
         names = forward_parameters(module)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    announce = getattr(_cache_in(kwargs), "announce", None)
-    if announce is None:
+    cache = _cache_in(kwargs)
+    if getattr(cache, "announce", None) is None:
         return None
-    rewritten = announce(module, kwargs)
-    return None if rewritten is None else ((), rewritten)
+    rows: Any = getattr(cache, "rows", None)
+    is_first_of_generate = rows is not None and rows.is_generation_pending
+    rewritten = cache.announce(module, kwargs)
+    if rewritten is None:
+        return None
+    if is_first_of_generate:
+        show_rows_alone(module, rows.prefixes.starting_rows)
+    return (), rewritten
 
 
 def settle_forward(

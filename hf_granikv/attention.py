@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_granikv.errors import NotPackableError
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.lazy import LazyKeyValue, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
+from hf_granikv.packed_tensors import PackedKeyValue, segments_of
 from hf_granikv.step_attention import ScoreRule, finished, step_attention
 
 ATTENTION_NAME = "granikv"
@@ -42,7 +44,8 @@ def granikv_attention(
     Args:
         module: The attention layer.
         query: `[rows, num_q_heads, q_len, head_dim]`.
-        key: `[rows, num_kv_heads, kv_len, head_dim]`, lazy if it comes from a cache with a prefix.
+        key: `[rows, num_kv_heads, kv_len, head_dim]`, lazy if it comes from a cache with a prefix,
+            packed if it comes from several.
         value: Likewise.
         attention_mask: `[rows, 1, q_len, kv_len]`; a lazy key carries its own.
         scaling: Factor on the scores, `head_dim ** -0.5` by default.
@@ -57,6 +60,11 @@ def granikv_attention(
     Raises:
         NotImplementedError: For dropout or a position bias together with sinks or soft-capping.
     """
+    if isinstance(key, PackedKeyValue):
+        if not says_no_more_than(attention_mask, key.segments[0].layer_step.window):
+            raise NotPackableError("a layer brings a mask of its own")
+        options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+        return _packed(module, query, key, value, **options, **kwargs), None
     rule = ScoreRule(scaling or query.shape[-1] ** -0.5, softcap, s_aux)
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
         reasons = _dense_reasons(query, key, value, attention_mask, dropout, kwargs)
@@ -76,6 +84,20 @@ def granikv_attention(
             "attn_implementation='eager'."
         )
     return _in_one_piece(query, key, value, attention_mask, rule), None
+
+
+def _packed(
+    module: nn.Module, query: Tensor, keys: PackedKeyValue, values: Tensor, **options: Any
+) -> Tensor:
+    """Attends batch by batch; gives `[1, num_tokens, num_q_heads, head_dim]`."""
+    if options.get("position_bias") is not None or not isinstance(values, PackedKeyValue):
+        raise NotPackableError("attention is given more than queries, keys and values")
+    queries = segments_of(query, keys.sizes)
+    outs = [
+        granikv_attention(module, *of_batch, None, **options)[0].flatten(0, 1)
+        for of_batch in zip(queries, keys.segments, values.segments, strict=True)
+    ]
+    return torch.cat(outs).unsqueeze(0)
 
 
 def _dense_reasons(

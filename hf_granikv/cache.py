@@ -4,17 +4,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_granikv.accounting import described, stats_of
 from hf_granikv.announce import attach_hook, transformers_model
+from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.cut_prompts import is_asked_by_generate
 from hf_granikv.forward_reader import ForwardReader
-from hf_granikv.in_process import InProcessCache
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.lookup import PrefixLookup
@@ -28,14 +26,16 @@ from hf_granikv.prefix_inputs import (
     rows_of_ids,
     salts_of,
 )
-from hf_granikv.recording import record
+from hf_granikv.prefix_making import recording_of, sealed
+from hf_granikv.recording import Recording, record
 from hf_granikv.recurrent import build_layers
 from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.rows_cache import RowsCache
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
 
 
-class AsymmetricPagedCache(InProcessCache):
+class AsymmetricPagedCache(RowsCache):
     """A cache whose prefix is stored once for all rows, and whose private tokens one by one.
 
     ```
@@ -105,15 +105,36 @@ class AsymmetricPagedCache(InProcessCache):
         check_is_deterministic(inner)
         start = 0 if parent is None else parent.stop
         self._served.check_length(start + ids.shape[1], start + ids.shape[1])
-        if not state.prefixes:
-            self._models.start(inner)
         found = PrefixLookup(state.prefixes.all).get(parent, salt, ids[0].cpu().numpy())
         if found is not None:
             state.hot.acquire(found)
         else:
-            extended = None if parent is None else self._reading_alone(parent)
+            extended = None if parent is None else self.reading_alone(parent)
             recording = record(inner, ids, self._served.layers, chunk_size, extended, start)
-            found = state.hot.seal(ids[0], *recording, parent=parent, salt=salt)
+            found = self._sealed(ids[0], recording, parent, salt)
+        state.prefixes.take(found)
+        return found
+
+    def promote(self, parked: ParkedRow, token_ids: Tensor) -> Prefix:
+        """Makes the first private tokens of a row a prefix that others can read; computes nothing.
+
+        Args:
+            parked: The row, from `LiveRows.park` or `cache.rows.park`.
+            token_ids: `[num_tokens]` the ids of those tokens; the cache has no way to check them.
+
+        Raises:
+            ValueError: If the row has fewer tokens, does not see its whole prefix, the cache does not
+                hold that one, or layers keep states.
+        """
+        ids, state = one_row_of_ids(token_ids), self._state
+        check_extends(parked.prefix, state.prefixes.levels, ids.shape[1])
+        salt = check_salt(None, parked.prefix)
+        found = PrefixLookup(state.prefixes.all).get(parked.prefix, salt, ids[0].cpu().numpy())
+        if found is not None:
+            state.hot.acquire(found)
+        else:
+            recording = recording_of(parked, ids.shape[1], state.layers)
+            found = self._sealed(ids[0], recording, parked.prefix, salt)
         state.prefixes.take(found)
         return found
 
@@ -169,6 +190,8 @@ class AsymmetricPagedCache(InProcessCache):
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
         if self._state.prefixes:
             self._models.admit(inner)
+        else:
+            self._models.start(inner)
         attach_hook(inner)
         return inner
 
@@ -224,62 +247,10 @@ class AsymmetricPagedCache(InProcessCache):
                 return self._reader.first_column(caller)
         return super().get_seq_length(layer_idx)
 
-    def reset(self) -> None:
-        """Releases all rows and their memory; prefixes and bindings stay."""
-        self._state.release_rows()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last columns of every row away.
-
-        A crop into the prefix shortens what the rows of this cache see of it, until the next
-        `reset` or `generate`; the stored prefix and its other readers are not touched.
-
-        Args:
-            tokens_to_remove: 0 or negative: minus the number of columns.
-
-        Raises:
-            ValueError: If it is positive, or the rest needs tokens of the prefix that no window
-                could see when it was stored, or some layer keeps a state that has read them.
-        """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding may hand over a tensor
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}) is not possible; give minus the number of tokens to "
-                "remove."
-            )
-        if tokens_to_remove:
-            self._served.check_can_take_back(f"crop({tokens_to_remove})")
-        state = self._state
-        self._served.check_reach(
-            state.reads.shortened(max(0, -tokens_to_remove - state.num_columns))
-        )
-        state.crop(-tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        """Asked by assisted decoding, which will crop; refused where that is not possible."""
-        self._served.check_can_take_back("assisted decoding")
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Makes row i the former row `beam_idx[i]`; slots are shared, nothing is copied."""
-        self._state.select_rows(beam_idx.cpu().numpy())
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices` (or those marked True), in that order."""
-        chosen, num_rows = torch.as_tensor(indices).cpu(), self._state.num_rows
-        if chosen.dtype == torch.bool:
-            if num_rows and len(chosen) != num_rows:
-                raise ValueError(f"{len(chosen)} rows were marked, the cache holds {num_rows}.")
-            chosen = chosen.nonzero()[:, 0]
-        self._state.select_rows(chosen.numpy())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row; the copies share their slots."""
-        self._state.select_rows(np.repeat(np.arange(self._state.num_rows), repeats))
-
     @property
-    def batch_size(self) -> int:
-        """Rows of the batch, -1 before the first forward."""
-        return self._state.num_rows or -1
+    def rows(self) -> CacheState:
+        """The rows that are held; see `LiveRows` for rows that come and go."""
+        return self._state
 
     def stats(self) -> CacheStats:
         """What is held now, in tokens and in bytes of real storages."""
@@ -301,11 +272,19 @@ class AsymmetricPagedCache(InProcessCache):
         self._state.cold.check_integrity()
         self._state.row_states.check_integrity(self._state.num_rows)
 
-    def _reading_alone(self, prefix: Prefix) -> "AsymmetricPagedCache":
-        """A cache of one row that is about to go on from a prefix."""
+    def _sealed(
+        self, ids: Tensor, recording: Recording, parent: Prefix | None, salt: str | None
+    ) -> Prefix:
+        num_q_heads = self._served.num_q_heads
+        return sealed(
+            self._state, ids, recording, parent=parent, salt=salt, num_q_heads=num_q_heads
+        )
+
+    def reading_alone(self, prefix: Prefix | None) -> "AsymmetricPagedCache":
+        """A cache of one row that is about to go on from a prefix; nothing limits its tokens."""
         twin = self.fork()
         twin.reset()
-        twin._state.prefixes.bound = RowPrefixes.whole([prefix])
+        twin._state.prefixes.bound, twin._state.cold.limit = RowPrefixes.whole([prefix]), None
         return twin
 
     def _adopt(self, state: CacheState) -> None:

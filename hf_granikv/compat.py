@@ -23,6 +23,14 @@ _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 _KEPT_BACK = ("streamer", "assistant_model", "synced_gpus", "inputs_tensor")
 
 
+def variables_of_generate() -> dict[str, Any]:
+    """The local variables of the `generate` under way, by name; none if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
 def kept_back_arguments() -> dict[str, Any]:
     """What the `generate` under way hands to its own loops, but not to a `custom_generate`.
 
@@ -32,8 +40,5 @@ def kept_back_arguments() -> dict[str, Any]:
     Returns:
         The arguments by name, None where not given.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not _GENERATE:
-        frame = frame.f_back
-    held = {} if frame is None else frame.f_locals
+    held = variables_of_generate()
     return {name: held.get(name) for name in _KEPT_BACK}

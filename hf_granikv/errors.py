@@ -21,9 +21,20 @@ class UnannouncedForwardError(RuntimeError):
         )
 
 
+class PrefixFileError(ValueError):
+    """A file cannot be loaded as a prefix of the model given, or be overwritten with one."""
+
+
 class StalePrefixError(ValueError):
     """A prefix was about to be read by a model that does not compute as the prefix was computed."""
 
 
 class TornStateError(RuntimeError):
     """A forward pass failed half-way and left recurrent states that cannot be taken back."""
+
+
+class NotPackableError(ValueError):
+    """A model needs keys and values in one piece, or a mask, where rows that come and go have none.
+
+    `LiveRows` then runs each batch by itself, with masks.
+    """

@@ -46,7 +46,7 @@ class ForwardReader:
             StalePrefixError: If the model has changed since it computed the prefix; likewise.
         """
         state, served = self._state, self._served
-        if not state.prefixes or module not in self._models:
+        if not state.reads_inputs or module not in self._models:
             return None
         state.settle()
         takes_positions = "position_ids" in forward_parameters(module)
@@ -73,6 +73,8 @@ class ForwardReader:
             layout, kwargs = read_generation(kwargs, starts, held, embeds_of)
         else:
             layout, kwargs = read_forward(kwargs, held)
+        if not state.needs_mask and layout.owned.all():
+            kwargs["attention_mask"] = None
         if is_generation or layout.starts_batch:
             self._models.check(module)
         positions = kwargs.get("position_ids")
@@ -97,7 +99,7 @@ class ForwardReader:
             return cut.first_column
         self._cut_prompt = None
         model: Any = caller.f_locals.get("self")
-        if not state.prefixes or model not in self._models:
+        if not state.reads_inputs or model not in self._models:
             return 0
         cut = CutPrompt.read(caller, state.prefixes.starting_rows, state.held_rows)
         if cut is None:

@@ -1,9 +1,9 @@
-"""`generate` for batches of whole prompts: finds the prefix that their rows share, stores it once."""
+"""`generate` for batches of whole prompts: finds the prefixes that rows share, stores each once."""
 
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,8 +26,12 @@ from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
 from hf_granikv.config import is_count
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
 from hf_granikv.layer_kinds import ServedModel
-from hf_granikv.shared_prefix import shared_prefixes
+from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
 from hf_granikv.views import GroupShape
+
+if TYPE_CHECKING:
+    from hf_granikv.pools import Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +55,16 @@ def generate(
     min_shared_tokens: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Decodes with the stock loops, over one stored copy of the prefix that all rows share.
+    """Decodes with the stock loops, over one stored copy of each prefix that rows share.
 
     Given to a model's own method: `model.generate(**prompts, custom_generate=hf_granikv.generate)`.
-    Rows are whole prompts, left-padded or of one length; samples and beams count as rows. The
-    prefix is computed once and kept in an `AsymmetricPagedCache`; tokens, scores and random draws
-    are those of the call without `custom_generate`, to the rounding of the dtype; but in local
-    layers, where transformers counts the pads of a row, they are those of each row alone. Where some
-    rows share more among them, the prefix common to all is used. What is done, and why, is logged
-    at level INFO; the cache that `return_dict_in_generate` returns has `explain()`.
+    Rows are whole prompts, left-padded or of one length; samples and beams count as rows. What all
+    of them have in common, and what only some have after that, is computed once and kept in an
+    `AsymmetricPagedCache`; tokens, scores and random draws are those of the call without
+    `custom_generate`, to the rounding of the dtype; but where transformers counts the pads of a row,
+    in local layers and in logits processors that look at the ids, they are those of each row alone.
+    What is done, and why, is logged at level INFO; the cache that `return_dict_in_generate` returns
+    has `explain()`.
 
     The stock path, untouched, is left to: one row; a cache, embeddings, positions or anything else
     of one's own; `use_cache=False`; outputs that cover prompt tokens; models that cannot be served.
@@ -70,7 +75,7 @@ def generate(
         logits_processor: As `model.generate` prepares it.
         stopping_criteria: As `model.generate` prepares it.
         generation_config: As `model.generate` prepares it.
-        min_shared_tokens: Share a prefix of at least this many tokens, wherever that is exact: also
+        min_shared_tokens: Share every run of at least this many tokens, wherever that is exact: also
             on the dense route, where a step is slower. None: where the cost model predicts a gain
             over the whole call, under `attn_implementation="granikv"` only, past 128 tokens.
         model_kwargs: The other arguments of the model's forward.
@@ -90,15 +95,13 @@ def generate(
     loop, loop_kwargs = _stock_loop(model, generation_config)
     try:
         rows = _whole_prompts(input_ids, generation_config, model_kwargs)
-        num_tokens = _num_shared(rows, at_least=min_shared_tokens or FLOOR_TOKENS + 1)
-        if min_shared_tokens is None:
-            num_steps = generation_config.max_length - input_ids.shape[1]
-            _check_gain(model, len(rows), num_tokens, num_steps)
-        cache = _prefilled(model, rows, num_tokens, generation_config.max_length)
+        num_steps = generation_config.max_length - input_ids.shape[1]
+        levels = _levels(model, rows, num_steps, min_shared_tokens)
+        cache = _prefilled(model, rows, levels, generation_config.max_length)
     except _NotSharedError as reason:
         logger.info("%d rows, nothing shared: %s", len(input_ids), reason)
     else:
-        logger.info("%d rows share a prefix of %d tokens.", len(rows), num_tokens)
+        logger.info("%d rows share %s.", len(rows), _described(levels, len(rows)))
         model_kwargs[CACHE_ARGUMENT] = cache
     return loop(
         model,
@@ -171,21 +174,43 @@ def _whole_prompts(
     return [row[is_token] for row, is_token in zip(ids, mask, strict=True)]
 
 
-def _num_shared(rows: list[Ints], *, at_least: int) -> int:
+def _levels(
+    model: PreTrainedModel, rows: list[Ints], num_steps: int, min_shared_tokens: int | None
+) -> list[Level]:
     nodes = shared_prefixes(rows)
-    common = next((node.num_tokens for node in nodes if len(node.rows) == len(rows)), 0)
-    # every row computes its last token itself, to have something to predict from
-    num_tokens = min(common, min(len(row) for row in rows) - 1)
-    if num_tokens < at_least:
-        longest = max((node.num_tokens for node in nodes), default=0)
-        more = f", up to {longest} to some of them" if longest > common else ""
-        raise _NotSharedError(
-            f"{num_tokens} tokens are common to all rows{more}; it takes {at_least} common to all."
-        )
-    return num_tokens
+    at_least = min_shared_tokens or FLOOR_TOKENS + 1
+    longest = max(nodes, key=lambda node: node.num_tokens, default=None)
+    if longest is None or longest.num_tokens < at_least:
+        found = "no tokens are common to rows"
+        if longest is not None:
+            found = f"{longest.num_tokens} tokens are common to {len(longest.rows)} rows"
+        raise _NotSharedError(f"{found}, it takes {at_least}")
+    reasons: list[str] = []
+
+    def pays(num_rows: int, num_tokens: int) -> bool:
+        what = f"{num_tokens} tokens are common to {num_rows} rows"
+        if num_tokens < at_least:
+            reasons.append(f"{what}, it takes {at_least}")
+            return False
+        gain_s = 0.0
+        if min_shared_tokens is None:
+            gain_s = _gain_s(model, num_rows, num_tokens, num_steps)
+            if gain_s <= 0:
+                lost = f"sharing them would lose {-1e6 * gain_s:.0f} us per layer"
+                reasons.append(f"{what}, {lost} in {num_steps} steps")
+        return min_shared_tokens is not None or gain_s > 0
+
+    served = _served(model)
+    if served.has_states:
+        # a batch of theirs reads one prefix
+        nodes = [node for node in nodes if len(node.rows) == len(rows)]
+    levels = worthwhile_levels(nodes, [len(row) for row in rows], pays)
+    if not levels:
+        raise _NotSharedError("; ".join(reasons[:3]) or "no tokens are common to all rows")
+    return levels
 
 
-def _check_gain(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> None:
+def _gain_s(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> float:
     text_config, device_type = model.config.get_text_config(decoder=True), model.device.type
     attention = text_config._attn_implementation
     if attention != ATTENTION_NAME or torch.is_autocast_enabled(device_type):
@@ -205,39 +230,58 @@ def _check_gain(model: PreTrainedModel, num_rows: int, num_tokens: int, num_step
         head_dim=head_dim,
         dtype_bytes=model.dtype.itemsize,
     )
-    gain_s = sharing_gain_s(
+    return sharing_gain_s(
         shape,
         hidden_size=text_config.hidden_size,
         num_steps=num_steps,
         device_type=device_type,
         backends=BACKENDS,
     )
-    if gain_s <= 0:
-        raise _NotSharedError(
-            f"{num_tokens} tokens are common to all rows; in {num_steps} steps sharing them would "
-            f"lose {-1e6 * gain_s:.0f} us per layer."
-        )
+
+
+def _served(model: PreTrainedModel) -> ServedModel:
+    try:
+        return ServedModel.from_config(model.config)
+    except ValueError as error:
+        raise _NotSharedError(str(error)) from error
+
+
+def _described(levels: list[Level], num_rows: int) -> str:
+    if len(levels) == 1 and len(levels[0].rows) == num_rows:
+        return f"a prefix of {levels[0].stop} tokens"
+    each = (f"{x.stop - x.start} tokens of {len(x.rows)} rows" for x in levels)
+    return f"{len(levels)} prefixes: {', '.join(each)}"
 
 
 def _prefilled(
-    model: PreTrainedModel, rows: list[Ints], num_tokens: int, max_length: int
+    model: PreTrainedModel, rows: list[Ints], levels: list[Level], max_length: int
 ) -> AsymmetricPagedCache:
-    """Gives a cache that holds the prefix and awaits the prompts.
+    """Gives a cache that holds the prefixes and awaits the prompts.
 
     What the cache checks before each forward is checked here for the longest one to come.
     """
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise _NotSharedError("the layers of the model lie on several devices.")
+    is_even = len({len(row) for row in rows}) == 1
     try:
-        served = ServedModel.from_config(model.config)
-        served.check_length(num_tokens, max_length)
-        if len({len(row) for row in rows}) > 1:
+        served = _served(model)
+        served.check_length(max(level.stop for level in levels), max_length)
+        if not is_even or {level.rows for level in levels} != {tuple(range(len(rows)))}:
             takes_positions = "position_ids" in forward_parameters(model)
             served.check_padding(max_length, takes_positions=takes_positions)
         cache = AsymmetricPagedCache(model.config)
-        cache.prefill(model, torch.from_numpy(rows[0][:num_tokens]))
+        prefixes: list[Prefix] = []
+        for level in levels:
+            ids = rows[level.rows[0]][level.start : level.stop]
+            parent = None if level.parent is None else prefixes[level.parent]
+            prefixes.append(cache.prefill(model, torch.from_numpy(ids.copy()), parent=parent))
     except ValueError as error:
         raise _NotSharedError(str(error)) from error
+    leaves: list[Prefix | None] = [None] * len(rows)
+    for level, prefix in zip(levels, prefixes, strict=True):
+        for row in level.rows:
+            leaves[row] = prefix
+    cache.rows.prefixes.bound = RowPrefixes.whole(leaves)
     # as generate does with a cache that it is handed
     cache._is_user_defined = True
     return cache

@@ -27,7 +27,7 @@ _WHOLE_LENGTH, _RUN_LENGTH = 4096, 64
 # compared bit by bit, since NaN differs from itself
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # what a config says that changes no key and no value
-_SILENT_OPTIONS = {
+SILENT_OPTIONS = {
     *("_attn_implementation", "_name_or_path", "architectures", "dtype", "transformers_version"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "output_attentions"),
     *("output_hidden_states", "return_dict"),
@@ -52,8 +52,8 @@ class ModelIdentity:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = _Parts(model)
-        self._options = deepcopy(_options(model))
+        parts = ModelParts(model)
+        self._options = deepcopy(options_of(model))
         self._switches = deepcopy(parts.switches)
         self._marks = _marks(parts.weights)
         self._kinds = list(map(_kind, [*parts.weights, *parts.buffers]))
@@ -64,13 +64,13 @@ class ModelIdentity:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether the model still computes what it did."""
-        parts = _Parts(model)
+        parts = ModelParts(model)
         return (
             len(parts.weights) + len(parts.buffers) == len(self._names)
             and parts.switches == self._switches
             and _marks(parts.weights) == self._marks
             and list(map(_kind, parts.buffers)) == self._kinds[len(parts.weights) :]
-            and _options(model) == self._options
+            and options_of(model) == self._options
             and all(map(torch.equal, self._read_samples(parts), self._samples))
         )
 
@@ -97,7 +97,7 @@ class ModelIdentity:
                 return f"{name} was written to or replaced"
         return f"{self._first_other_run(now)} was written to"
 
-    def _read_samples(self, parts: "_Parts") -> list[Tensor]:
+    def _read_samples(self, parts: "ModelParts") -> list[Tensor]:
         tensors = [*parts.weights, *parts.buffers]
         with torch.inference_mode():
             samples = [
@@ -125,10 +125,10 @@ def content_difference(model: nn.Module, other: nn.Module) -> str | None:
     """
     if type(model) is not type(other):
         return f"it is a {type(other).__name__}, not a {type(model).__name__}"
-    if option := _first_other(_options(model), _options(other)):
+    if option := _first_other(options_of(model), options_of(other)):
         name, value, other_value = option
         return f"{name} is {other_value!r}, not {value!r}"
-    parts, other_parts = _Parts(model), _Parts(other)
+    parts, other_parts = ModelParts(model), ModelParts(other)
     names, other_names = parts.tensor_names(), other_parts.tensor_names()
     if names != other_names:
         return f"it has other weights: {min(set(names) ^ set(other_names))}"
@@ -151,7 +151,7 @@ def content_difference(model: nn.Module, other: nn.Module) -> str | None:
     return None
 
 
-class _Parts:
+class ModelParts:
     """The tensors and switches of a model's modules, in one order for equal structures."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -197,6 +197,10 @@ class _Parts:
         """Names of the switches."""
         prefixes = self._prefixes()
         return [prefixes[module_idx] + name for module_idx, name, _ in self.switches]
+
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules, each with what the names of its parts begin with."""
+        return list(zip(self._prefixes(), self._modules, strict=True))
 
     def _prefixes(self) -> list[str]:
         names = {module: name for name, module in self._model.named_modules()}
@@ -260,10 +264,11 @@ def _is_equal(tensor: Tensor, other: Tensor) -> bool:
     return torch.equal(tensor, other.to(tensor.device))
 
 
-def _options(model: nn.Module) -> dict[str, Any]:
+def options_of(model: nn.Module) -> dict[str, Any]:
+    """What the config says, except what changes no key and no value."""
     config: Any = model.config
     options: dict[str, Any] = config.to_dict()
-    return {name: value for name, value in options.items() if name not in _SILENT_OPTIONS}
+    return {name: value for name, value in options.items() if name not in SILENT_OPTIONS}
 
 
 def _first_other(these: dict[str, Any], those: dict[str, Any]) -> tuple[str, Any, Any] | None:

@@ -19,11 +19,16 @@ class Journal:
         self.dense_reads: Counter[int] = Counter()
         self._dense_askers: Counter[str] = Counter()
         self._decisions: dict[str, str] = {}
+        self._fused: list[str] = []
 
     def note_backend(self, name: str, described: str) -> None:
         """Counts one forward pass; `described` is the reckoning that led to the choice."""
         self.backend_steps[name] += 1
         self._decisions[name] = described
+
+    def note_fused(self, described: str) -> None:
+        """Notes that a prefix keeps tokens of its parents, and on what reckoning."""
+        self._fused.append(described)
 
     def note_dense(self, layer_idx: int, asked_by: str) -> None:
         """Counts one dense tensor, and logs the first of each layer."""
@@ -50,6 +55,7 @@ class Journal:
                 f"dense route: keys or values of {len(self.dense_reads)} layers were put together "
                 f"{sum(self.dense_reads.values())} times, asked for by {askers}."
             )
-        if not report:
+        report += [f"fused: {described}" for described in self._fused]
+        if not self.backend_steps and not self.dense_reads:
             report.append("no forward pass has read a prefix yet.")
         return report

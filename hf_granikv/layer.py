@@ -48,7 +48,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             ColdPoolFullError: If the pool may not grow; nothing has been written then.
         """
         state, layer_idx = self._state, self.layer_idx
-        stored = state.prefixes.any
+        stored, by_parts = state.prefixes.any, state.reads_inputs
         if stored is not None:
             state.is_generation_pending = False
             _check_same_kind(key_states, stored.keys[layer_idx], "keys", layer_idx)
@@ -59,7 +59,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         step = state.begin_step(key_states) if is_first else state.current_step()
         self._step_id = state.step_id
         state.write(layer_idx, key_states, value_states)
-        if stored is None:
+        if not by_parts:
             if state.num_columns == step.plan.q_len:
                 return key_states, value_states
             return state.cold.read(layer_idx)
@@ -74,10 +74,10 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         return self._state.cold.read(self.layer_idx)
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
-        keys, values = self._state.cold.storage(self.layer_idx)
-        if keys is not None and values is not None:
-            _check_same_kind(key_states, keys, "keys", self.layer_idx)
-            _check_same_kind(value_states, values, "values", self.layer_idx)
+        held = self._state.cold.storage(self.layer_idx)
+        if held is not None:
+            _check_same_kind(key_states, held[0], "keys", self.layer_idx)
+            _check_same_kind(value_states, held[1], "values", self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Columns held: of the prefix and since."""

@@ -32,6 +32,7 @@ class ServedModel:
     Attributes:
         layers: What each layer stores and sees.
         model_type: The config's.
+        num_q_heads: Query heads of a layer; the most where they differ.
         column_window: Mask columns that local layers see; None without such layers.
         temperature_from: Mask columns from which on queries are scaled by their column; None where
             they are not.
@@ -42,6 +43,7 @@ class ServedModel:
 
     layers: tuple[LayerKind, ...]
     model_type: str
+    num_q_heads: int
     column_window: int | None
     temperature_from: int | None
     continuable_to: int | None
@@ -87,8 +89,16 @@ class ServedModel:
         temperature_from = int(config.floor_scale) if is_tuned else None
         limit = _CHOOSE_KEYS.get(model_type)
         continuable_to = None if limit is None else int(getattr(config, limit))
+        heads = getattr(config, "num_attention_heads", 1)
         return cls(
-            layers, model_type, window, temperature_from, continuable_to, rope_type, rope_limit
+            layers,
+            model_type,
+            max(heads) if isinstance(heads, (list, tuple)) else int(heads),
+            window,
+            temperature_from,
+            continuable_to,
+            rope_type,
+            rope_limit,
         )
 
     def check_same(self, other: "ServedModel", name: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hf_granikv.errors import NotPackableError
 from hf_granikv.tokenwise import TokenSplit, plan
 from hf_granikv.views import LayerStep
 
@@ -28,6 +29,7 @@ class LazyKeyValue(torch.Tensor):
     in the journal of the cache.
 
     Attributes:
+        METADATA: The torch functions that ask about shape or dtype only.
         layer_step: Whose keys and values these are.
         prefixes: Per part of the layer step, `[1, num_kv_heads, num_stored, head_dim]` what its group
             shares, laid out as `suffix`.
@@ -37,6 +39,8 @@ class LazyKeyValue(torch.Tensor):
         is_buffer: Whether the parts are new memory that a model fills.
         is_written: Whether the dense tensor was written to, which the parts do not show.
     """
+
+    METADATA = _METADATA
 
     layer_step: LayerStep
     prefixes: tuple[Tensor, ...]
@@ -81,10 +85,13 @@ class LazyKeyValue(torch.Tensor):
 
         Raises:
             ValueError: If the plan says that this would go wrong.
+            NotPackableError: If the model was given no mask for it.
         """
         if self._dense is not None:
             return self._dense
         step, plan, dim = self.layer_step, self.layer_step.plan, self.token_dim
+        if plan.is_unmasked:
+            raise NotPackableError(f"{asked_by} needs keys and values in one piece, with a mask")
         if plan.dense_refusal is not None:
             raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
         plan.journal.note_dense(step.layer_idx, asked_by)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.agent import Agent, Messages, Reply, user_message
+from hf_granikv.batches import in_batches
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.config import CacheOptions
@@ -142,6 +143,7 @@ class MultiAgentRunner:
     def run(self, messages: Messages, **generation_kwargs: Any) -> dict[str, Reply]:
         """Asks every given agent its message, in one batch per prefix.
 
+        Models that would read pads as tokens (hybrids) get a batch per length of the prompts.
         Histories grow only when the whole turn has succeeded. A prefix whose model has changed since
         is computed anew first; its agents then have another `prefix`.
 
@@ -229,7 +231,22 @@ class MultiAgentRunner:
     def _ask(
         self, share: _Share, turn: dict[str, str], settings: GenerationSettings
     ) -> tuple[dict[str, Reply], RunReport]:
-        prompts = [self.prompt_ids(name, message) for name, message in turn.items()]
+        prompts = {name: self.prompt_ids(name, message) for name, message in turn.items()}
+        width = max(map(len, prompts.values()))
+        limit = settings.max_new_tokens(width)
+        num_columns = None if limit is None else width + limit
+        replies: dict[str, Reply] = {}
+        reports: list[RunReport] = []
+        for batch in in_batches(self.model, prompts, num_columns):
+            batch_replies, report = self._answer(share, batch, settings)
+            replies.update(batch_replies)
+            reports.append(report)
+        return replies, RunReport.of_batches(reports)
+
+    def _answer(
+        self, share: _Share, turn: dict[str, list[int]], settings: GenerationSettings
+    ) -> tuple[dict[str, Reply], RunReport]:
+        prompts = list(turn.values())
         ids, mask = left_padded(prompts, padding_id(self.tokenizer))
         width = ids.shape[1]
         limit = settings.max_new_tokens(width)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,17 @@ class RunReport:
             else:
                 total[item.name] = None if None in values else sum(values)
         return cls(**total)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_batches(cls, parts: Sequence["RunReport"]) -> "RunReport":
+        """Gives the report of one prefix whose agents were asked in batches, one after another.
+
+        Bytes are those of the batch that held the most.
+        """
+        largest = max(parts, key=lambda part: part.held_bytes)
+        once = ("prefix_tokens", "prefix_prefill_s", "hot_bytes", "cold_bytes")
+        shared = {name: getattr(largest, name) for name in (*once, "dense_equivalent_bytes")}
+        return replace(cls.joined(parts), **shared)
 
     @property
     def held_bytes(self) -> int:

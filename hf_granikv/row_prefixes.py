@@ -87,6 +87,10 @@ class RowPrefixes:
         is_same = leaves == self.leaves and np.array_equal(lengths, self.lengths)
         return self if is_same else RowPrefixes(leaves, lengths)
 
+    def joined(self, leaf: Prefix | None, length: int) -> "RowPrefixes":
+        """With one more row behind the others."""
+        return RowPrefixes((*self.leaves, leaf), np.append(self.lengths, length))
+
     def column_of_prefix(self) -> NDArray[np.bool_]:
         """`[num_rows, longest]` the prefix columns of a mask: pads before those who see less."""
         return np.arange(self.longest) >= (self.longest - self.lengths)[:, None]
@@ -120,6 +124,9 @@ class RowPrefixes:
 
     def _rows(self, rows: list[int]) -> Ints | None:
         return None if len(rows) == self.num_rows else np.array(rows, dtype=np.int64)
+
+
+NO_ROWS = RowPrefixes.whole(())
 
 
 def repeated(bound: RowPrefixes, num_rows: int) -> RowPrefixes:

@@ -1,6 +1,6 @@
-"""Which rows of a batch begin with the same tokens: a trie, read off the sorted rows."""
+"""Which rows of a batch begin with the same tokens: a trie, read off the sorted rows, and what to keep."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -51,6 +51,49 @@ def shared_prefixes(rows: Sequence[Ints]) -> list[SharedPrefix]:
         starts, ends = [first, *(cut + 1 for cut in cuts)], [*cuts, last]
         runs += [(a, b) for a, b in zip(starts, ends, strict=True) if b > a]
     return sorted(found, key=lambda node: (-len(node.rows), -node.num_tokens, node.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Tokens that some rows are to share, after those that they share with others.
+
+    Attributes:
+        rows: Every row that reads them, ascending.
+        start: Position of the first.
+        stop: Position after the last.
+        parent: Number of the level that ends where this one starts; None for the head of rows.
+    """
+
+    rows: tuple[int, ...]
+    start: int
+    stop: int
+    parent: int | None
+
+
+def worthwhile_levels(
+    nodes: Sequence[SharedPrefix], lengths: Sequence[int], pays: Callable[[int, int], bool]
+) -> list[Level]:
+    """Chooses what to store of a trie: from its root on, every level that pays by itself.
+
+    Args:
+        nodes: What `shared_prefixes` found.
+        lengths: Tokens of each row. Every row computes its last token itself, to have something to
+            predict from.
+        pays: Whether so many rows gain from sharing so many tokens.
+
+    Returns:
+        Parents before their children.
+    """
+    levels: list[Level] = []
+    last_of: dict[int, int] = {}  # row -> the level it reads last
+    for node in nodes:
+        parent = last_of.get(node.rows[0])
+        start = 0 if parent is None else levels[parent].stop
+        stop = min(node.num_tokens, min(lengths[row] for row in node.rows) - 1)
+        if stop > start and pays(len(node.rows), stop - start):
+            last_of.update(dict.fromkeys(node.rows, len(levels)))
+            levels.append(Level(node.rows, start, stop, parent))
+    return levels
 
 
 def _num_common(a: Ints, b: Ints) -> int:

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from hf_granikv.batch_rows import BatchRows
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import UnannouncedForwardError
 from hf_granikv.held_prefixes import HeldPrefixes
-from hf_granikv.inputs import Bools, HeldRows, Layout
+from hf_granikv.inputs import HeldRows, Layout
 from hf_granikv.journal import Journal
-from hf_granikv.pools import ColdPool, HotPool, Prefix, RowStates
+from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.pools.cold import ColdWrite
-from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
 from hf_granikv.views import LayerKind, StepPlan
 from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
-
-NO_ROWS = RowPrefixes.whole(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +27,35 @@ class Step:
     write: ColdWrite
 
 
-class CacheState:
+class CacheState(BatchRows):
     """Pools, rows and the current step of one `AsymmetricPagedCache`.
 
     Attributes:
         layers: What each layer stores and sees.
         has_windows: Whether some layer is local.
         hot: The pool of prefixes, shared with every fork.
-        cold: The pool of private tokens, this cache's own.
-        row_states: What layers keep of the rows that do not keep tokens.
         prefixes: What is held of `hot`, and what the next batch starts from.
-        reads: The prefixes that the rows read; of no rows where none are held.
         num_cropped: Prefix tokens that a crop took from the rows of a batch that has yet to start.
-        num_columns: Mask columns since the prefix.
         peak_bytes: The most that rows of batches before this one held, since the last release.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
-        recounts_positions: Whether `generate` runs rows that end in pads; it counts their positions
-            on from the last column, which is wrong.
+        needs_mask: Whether models are given the mask of rows that come and go.
+        is_live: Whether rows come and go: the inputs of forwards are read even without a prefix.
     """
 
     def __init__(self, layers: Sequence[LayerKind], options: CacheOptions, hot: HotPool) -> None:
+        super().__init__(len(layers), options.cold_slots)
         self.layers = tuple(layers)
         self.has_windows = any(layer.window is not None for layer in layers)
         self.options = options
         self.hot = hot
-        self.cold = ColdPool(len(layers), limit=options.cold_slots)
-        self.row_states = RowStates()
         self.journal = Journal()
         self.prefixes = HeldPrefixes(hot)
-        self.reads = NO_ROWS
         self.num_cropped = 0
-        self.num_columns = 0
         self.step_id = 0
         self.is_generation_pending = False
-        self.recounts_positions = False
-        self._owned: Bools | None = None
+        self.needs_mask = True
+        self.is_live = False
         self._staged: Layout | None = None
         self._step: Step | None = None
         self._is_open = False
@@ -71,9 +63,9 @@ class CacheState:
         self.peak_bytes = 0
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the batch; 0 before the first forward."""
-        return self.cold.table.num_rows
+    def reads_inputs(self) -> bool:
+        """Whether forwards go by parts: there is a prefix, or rows come and go."""
+        return self.is_live or bool(self.prefixes)
 
     @property
     def num_held(self) -> int:
@@ -87,7 +79,7 @@ class CacheState:
         if not self.num_rows:
             starts = self.prefixes.starting_rows(num_rows).shortened(self.num_cropped)
             return HeldRows(starts, None, None, False, self.has_windows)
-        lengths, owned = self.cold.table.lengths, self._owned_columns()
+        lengths, owned = self.cold.table.lengths, self.owned_columns()
         return HeldRows(self.reads, lengths, owned, self.recounts_positions, self.has_windows)
 
     def seq_length(self, layer_step_id: int) -> int:
@@ -133,17 +125,15 @@ class CacheState:
         self._cropped_before = None
         if layout.starts_batch:
             self._cropped_before = self._cropped_once_gone
-            self._start_rows(num_rows, layout.reads)
+            self.start_rows(num_rows, layout.reads)
             self.recounts_positions = layout.recounts_positions
         before = self.cold.table.lengths
         is_even = bool(layout.owned.all())
         source = None if is_even else np.flatnonzero(layout.owned)
         # without a prefix the cache replaces DynamicCache and must not hold more than it does
-        spare = 1 / 8 if self.prefixes else 1 / 128
+        spare = 1 / 8 if self.reads_inputs else 1 / 128
         write = self.cold.extend(counts, source, spare=spare)
-        if self._owned is not None or not is_even:
-            self._owned = np.concatenate([self._owned_columns(), layout.owned], axis=1)
-        self.num_columns += q_len
+        self.append_columns(layout.owned)
         self.step_id += 1
         plan = self._plan(layout, before)
         self._step, self._is_open = Step(plan, write), True
@@ -181,7 +171,7 @@ class CacheState:
             self.crop(self.current_step().plan.q_len)
         has_failed = is_half or (self.row_states.is_open and not is_complete)
         if has_failed and cropped_before is not None:
-            self._start_rows(0, NO_ROWS)
+            self.start_rows(0, NO_ROWS)
             self.num_cropped = cropped_before
             self.row_states.release()
         elif is_half and not self.row_states.is_open:
@@ -191,34 +181,12 @@ class CacheState:
 
     def crop(self, num_columns: int) -> None:
         """Takes the last columns away, those of the prefix last; the prefix itself stays."""
-        from_rows = min(num_columns, self.num_columns)
-        kept = self.num_columns - from_rows
-        if self._owned is None:
-            counts = np.full(self.num_rows, from_rows, dtype=np.int64)
-        else:
-            counts = self._owned[:, kept:].sum(1)
-            self._owned = self._owned[:, :kept]
-        self.cold.truncate(counts)
-        self.num_columns = kept
+        from_prefix = num_columns - self.drop_columns(num_columns)
         if self.num_rows:
-            self.reads = self.reads.shortened(num_columns - from_rows)
+            self.reads = self.reads.shortened(from_prefix)
         else:
-            self.num_cropped += num_columns - from_rows
+            self.num_cropped += from_prefix
         self._step = None
-
-    def select_rows(self, indices: np.ndarray) -> None:
-        """Makes row i the former row `indices[i]`."""
-        if not self.num_rows:
-            return
-        if len(indices) and not (indices.min() >= 0 and indices.max() < self.num_rows):
-            raise ValueError(
-                f"rows {indices.tolist()} were asked for, the cache holds rows 0 to "
-                f"{self.num_rows - 1}."
-            )
-        self.cold.select(indices)
-        self.row_states.select(indices)
-        self.reads = self.reads.selected(indices)
-        self._owned = None if self._owned is None else self._owned[indices]
 
     def check_takes_prefix(self) -> None:
         """Checks that a prefix may come.
@@ -245,7 +213,7 @@ class CacheState:
 
     def release_rows(self) -> None:
         """Frees everything private; the prefix stays and is whole again."""
-        self._start_rows(0, NO_ROWS)
+        self.start_rows(0, NO_ROWS)
         self.cold.release()
         self.row_states.release()
         self.peak_bytes = 0
@@ -255,31 +223,24 @@ class CacheState:
     def fork(self) -> "CacheState":
         """An independent state over the same HOT pool; the row states are the layers' to copy."""
         twin = CacheState(self.layers, self.options, self.hot)
-        twin.cold = self.cold.copy()
+        twin.copy_rows(self)
         twin.prefixes.copy_from(self.prefixes)
-        twin.reads, twin.num_cropped = self.reads, self.num_cropped
-        twin.num_columns = self.num_columns
-        twin.step_id, twin.recounts_positions = self.step_id, self.recounts_positions
-        twin._owned = None if self._owned is None else self._owned.copy()
+        twin.num_cropped = self.num_cropped
+        twin.step_id = self.step_id
         return twin
-
-    @property
-    def private_bytes(self) -> int:
-        """Bytes of what rows hold of their own."""
-        return self.cold.num_bytes + self.row_states.num_bytes
 
     @property
     def _cropped_once_gone(self) -> int:
         """Prefix tokens that rows to come lack once those held now are gone."""
         return 0 if self.num_rows else self.num_cropped
 
-    def _start_rows(self, num_rows: int, reads: RowPrefixes) -> None:
-        self.cold.begin(num_rows)
-        self.num_columns, self._owned, self.recounts_positions = 0, None, False
-        self.reads, self.num_cropped = reads, 0
+    def start_rows(self, num_rows: int, reads: RowPrefixes) -> None:
+        """Frees the rows held and starts others, which see all that `reads` says."""
+        super().start_rows(num_rows, reads)
+        self.num_cropped = 0
 
     def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
-        if self.prefixes:
+        if self.reads_inputs:
             self.row_states.tear()
             raise UnannouncedForwardError
         if self.num_rows and self.num_rows != num_rows:
@@ -293,7 +254,7 @@ class CacheState:
     def _plan(self, layout: Layout, before: np.ndarray) -> StepPlan:
         table, owned, mask, columns = self.cold.table, layout.owned, None, None
         # without a prefix nobody reads it, and it is as large as the scores of one head
-        if self.prefixes:
+        if self.reads_inputs:
             mask = suffix_mask(owned, before, table.max_length)
         if self._owned is not None:
             columns = dense_columns(
@@ -310,11 +271,7 @@ class CacheState:
             column_index=columns,
             dense_reason=layout.dense_reason,
             dense_refusal=why_not_dense(owned) if self.has_windows else None,
+            is_unmasked=not self.needs_mask and not (self._owned is None and self.reads.is_even),
             dispatch=self.options.dispatch,
             journal=self.journal,
         )
-
-    def _owned_columns(self) -> Bools:
-        if self._owned is not None:
-            return self._owned
-        return np.ones((self.num_rows, self.num_columns), dtype=bool)

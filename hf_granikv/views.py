@@ -143,6 +143,7 @@ class StepPlan:
             prefix right-aligned; None if columns and tokens agree.
         dense_reason: Why the shared path must not be used in this forward, or None.
         dense_refusal: Why the dense route would go wrong in this forward, or None.
+        is_unmasked: Whether the model was given no mask over columns that have pads.
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
         scratch: What attention works out once per forward and keeps for the other layers.
@@ -158,6 +159,7 @@ class StepPlan:
     column_index: Tensor | None
     dense_reason: str | None
     dense_refusal: str | None
+    is_unmasked: bool
     dispatch: str
     journal: Journal
     scratch: dict[Any, Any] = field(default_factory=dict)

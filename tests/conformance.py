@@ -68,8 +68,17 @@ MODES: dict[str, Mode] = {
     "assistant": Mode({"assistant_model": True}, LONE, is_drafted=True),
     "guidance": Mode({"guidance_scale": 1.5}, LONE),
     "repetition penalty": Mode({"repetition_penalty": 1.8}),
-    # pads are ids to transformers' processors: rows of one length
-    "no repeated n-grams": Mode({"no_repeat_ngram_size": 2}, EVEN),
+    "no repeated n-grams": Mode({"no_repeat_ngram_size": 2}),
+    "all processors of ids": Mode(
+        {
+            "bad_words_ids": [[47], [13, 42]],
+            "encoder_no_repeat_ngram_size": 3,
+            "encoder_repetition_penalty": 1.1,
+            "no_repeat_ngram_size": 2,
+            "repetition_penalty": 1.2,
+            "sequence_bias": [[[5, 9], 4.0], [[7], -3.0]],
+        }
+    ),
     "early end": Mode({"eos_token_id": [2, 5, 13, 44, 58], "min_new_tokens": 2}, EVEN),
 }
 

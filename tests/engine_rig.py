@@ -15,8 +15,8 @@ from hf_granikv.engine.memories import Memories
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.engine.requests import Asked
 from hf_granikv.engine.schedule import Limits
-from hf_granikv.engine.separate_rows import SeparateRows
 from hf_granikv.engine.turn import Turn
+from hf_granikv.live_rows import LiveRows
 
 TOKENIZER = byte_tokenizer()
 PREFIX_IDS = TOKENIZER(SHARED)["input_ids"]
@@ -70,7 +70,7 @@ class Rig:
     def __post_init__(self) -> None:
         self.cache = AsymmetricPagedCache(self.model.config, cold_slots=self.cold_slots)
         self.prefix = self.cache.prefill(self.model, torch.tensor([PREFIX_IDS]))
-        self.rows = SeparateRows(self.model, self.cache)
+        self.rows = LiveRows(self.model, self.cache)
         self.memories = Memories()
         limits = Limits(self.max_tokens, self.max_rows, self.max_step_tokens, self.lookahead)
         self.batch = Batch(self.rows, limits, self.memories, self.cost)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ from torch import Tensor
 from hf_granikv.engine.figures import EngineFigures
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
-from hf_granikv.engine.memory import NOTHING
+from hf_granikv.engine.memory import NOTHING, Memory, num_common
+from hf_granikv.engine.offload import OffloadedRow
 from hf_granikv.engine.preemption import PreemptionCost
-from hf_granikv.engine.rows import Rows
 from hf_granikv.engine.sampler import most_probable
 from hf_granikv.engine.schedule import Limits, Moves, Seat, next_moves, step_feeds
-from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.errors import ColdPoolFullError, TornStateError
+from hf_granikv.live_rows import LiveRows, Row
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Batch:
     """
 
     def __init__(
-        self, rows: Rows, limits: Limits, memories: Memories, cost: PreemptionCost | None = None
+        self, rows: LiveRows, limits: Limits, memories: Memories, cost: PreemptionCost | None = None
     ) -> None:
         self.figures = EngineFigures()
         self.limits = limits
@@ -128,26 +130,25 @@ class Batch:
                 self._fail(job, error)
 
     def _start(self, job: Job) -> None:
-        if job.parked is not None:
-            row, num_held = self._rows.start(job.prefix, job.parked), job.parked.num_tokens
+        if job.offloaded is not None:
+            parked = job.offloaded.restored()
+            row, num_held = self._rows.start(job.prefix, parked), parked.num_tokens
         else:
             row, num_held = self._resumed(job)
             self.figures.kept_tokens += num_held
         if job.memory is not None:
             job.memory.kept = NOTHING
-        job.row, job.num_held, job.parked = row, num_held, None
+        job.row, job.num_held, job.offloaded = row, num_held, None
         self._running[job.order] = self._waiting.pop(job.order)
 
-    def _resumed(self, job: Job) -> tuple[object, int]:
+    def _resumed(self, job: Job) -> tuple[Row, int]:
         """Gives a row with what the memory of a job holds of its ids, and how much that is."""
-        num_kept = job.num_kept()
-        if job.memory is not None and num_kept:
-            parked = job.memory.kept.parked
-            row = self._rows.start(job.prefix, parked)
-            if parked.num_tokens == num_kept:
-                return row, num_kept
+        kept = NOTHING if job.memory is None else job.memory.kept
+        num_kept = num_common(kept.token_ids, job.token_ids)
+        if kept.parked is not None and num_kept:
+            row = self._rows.start(job.prefix, kept.parked)
             try:
-                self._rows.crop(row, parked.num_tokens - num_kept)
+                self._rows.crop(row, kept.parked.num_tokens - num_kept)
                 return row, num_kept
             except ValueError:
                 # states that have read further cannot be taken back
@@ -157,7 +158,7 @@ class Batch:
     def _preempt(self, job: Job, *, may_keep: bool = True) -> None:
         may_keep = may_keep and self._cost.frees_budget
         if may_keep and self._cost.keeps(job.num_held, job.num_held * self._rows.bytes_per_token):
-            job.parked = self._rows.park(job.row)
+            job.offloaded = OffloadedRow.of(self._rows.park(job.row))
         else:
             self._rows.drop(job.row)
         job.row, job.num_held = None, 0
@@ -166,24 +167,35 @@ class Batch:
 
     def _computed(self, feeds: Mapping[Job, int]) -> dict[Job, Tensor]:
         """Computes the next ids of some turns; those that cannot be are dealt with and left out."""
-        # an earlier one may have sent a later one away
-        feeds = {job: count for job, count in feeds.items() if job.row is not None}
-        if not feeds:
-            return {}
+        logits: dict[Job, Tensor] = {}
+        together = {job: count for job, count in feeds.items() if not job.is_suspect}
+        apart = [{job: count} for job, count in feeds.items() if job.is_suspect]
+        for group in (together, *apart):
+            # an earlier group may have sent it away
+            if group and all(job.row is not None for job in group):
+                logits |= self._computed_at_once(group)
+        return logits
+
+    def _computed_at_once(self, feeds: Mapping[Job, int]) -> dict[Job, Tensor]:
         try:
             found = self._rows.forward({job.row: job.next_ids(n) for job, n in feeds.items()})
         except Exception as error:
             youngest, count = max(feeds.items(), key=lambda item: item[0].order)
             if _is_out_of_memory(error):
                 self._give_way(youngest, count, error)
-                return {}
-            if len(feeds) == 1:
+            elif len(feeds) > 1:
+                logger.debug("a step of %d rows failed (%s); each runs alone", len(feeds), error)
+                for job in feeds:
+                    job.is_suspect = True
+                return self._computed(feeds)
+            elif isinstance(error, TornStateError):
+                # another row's failure has cost it the states it had
+                self._preempt(youngest, may_keep=False)
+            else:
                 self._fail(youngest, error)
-                return {}
-            logger.debug("a step of %d rows failed (%s); each runs alone", len(feeds), error)
-            alone = [self._computed({job: count}) for job, count in feeds.items()]
-            return {job: logits for each in alone for job, logits in each.items()}
+            return {}
         for job, count in feeds.items():
+            job.is_suspect = False
             num_again = job.holds_more(count)
             job.turn.computed(num_again)
             self.figures.computed_tokens += count
@@ -250,8 +262,8 @@ class Batch:
     def _leave(self, job: Job, tell: Callable[[], None]) -> None:
         self._waiting.pop(job.order, None)
         self._running.pop(job.order, None)
-        row, job.row, job.parked = job.row, None, None
-        if row is not None and job.memory is not None and not job.memory.is_closed:
+        row, job.row, job.offloaded = job.row, None, None
+        if row is not None and job.num_held and _keeps(job.memory):
             held = tuple(job.token_ids[: job.num_held])
             try:
                 self._memories.keep(job.memory, held, self._rows.park(row))
@@ -268,6 +280,10 @@ class Batch:
         held += sum(tokens.num_tokens for tokens in self._memories.idle())
         self.figures.held_tokens = held
         self.figures.peak_tokens = max(self.figures.peak_tokens, held)
+
+
+def _keeps(memory: Memory | None) -> TypeGuard[Memory]:
+    return memory is not None and not memory.is_closed
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from hf_granikv.agent import Reply
+from hf_granikv.announce import transformers_model
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.config import is_count
 from hf_granikv.engine.batch import Batch
@@ -19,11 +20,10 @@ from hf_granikv.engine.memories import Memories
 from hf_granikv.engine.memory import NOTHING, Memory
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.engine.requests import Asked
-from hf_granikv.engine.rows import Rows
 from hf_granikv.engine.schedule import Limits
-from hf_granikv.engine.separate_rows import SeparateRows
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine.worker import Worker
+from hf_granikv.live_rows import LiveRows
 from hf_granikv.pools import Prefix
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ class Engine:
         max_rows: The most turns that run at a time; more wait.
         max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
             keeps running answers waiting.
-        rows: Holds and computes the rows; by default what the model allows.
 
     Raises:
         ValueError: If a number is not positive, or `max_bytes` is less than a token takes.
@@ -63,7 +62,6 @@ class Engine:
         max_bytes: int | None = None,
         max_rows: int = 64,
         max_step_tokens: int = 256,
-        rows: Rows | None = None,
     ) -> None:
         given = {"max_bytes": max_bytes, "max_rows": max_rows, "max_step_tokens": max_step_tokens}
         for name, value in given.items():
@@ -71,11 +69,12 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}; give a positive number.")
         self._model = model
         self._tokenizer = tokenizer
-        self._rows = SeparateRows(model, cache) if rows is None else rows
+        self._rows = LiveRows(model, cache)
         max_tokens = _max_tokens(self._rows, max_bytes)
         self._limits = Limits(max_tokens, max_rows, max_step_tokens)
         self._memories = Memories()
-        cost = PreemptionCost(frees_budget=getattr(self._rows, "parks_elsewhere", False))
+        is_on_host = transformers_model(model).device.type == "cpu"
+        cost = PreemptionCost(frees_budget=not is_on_host)
         batch = Batch(self._rows, self._limits, self._memories, cost)
         self._figures = batch.figures
         self._worker = Worker(batch)
@@ -141,9 +140,9 @@ class Engine:
         return self._memories.fork(memory)
 
     def forget(self, memory: Memory) -> None:
-        """Gives back what an agent holds, after the step under way."""
-        with self.paused():
-            memory.kept = NOTHING
+        """Gives back what an agent holds; a turn of it that runs keeps nothing for the next one."""
+        memory.is_closed = True
+        memory.kept = NOTHING
 
     def paused(self) -> AbstractContextManager[object]:
         """Keeps the engine between two steps, for callers that use the model or the cache meanwhile."""
@@ -159,6 +158,12 @@ class Engine:
         """Bytes that agents hold between their turns."""
         with self.paused():
             return self._memories.num_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that running turns hold."""
+        with self.paused():
+            return self._rows.num_bytes
 
     def check_integrity(self) -> None:
         """Checks the pools, between two steps.
@@ -179,15 +184,27 @@ class Engine:
         self._worker.cancel(job)
 
 
-def _max_tokens(rows: Rows, max_bytes: int | None) -> int | None:
+def _max_tokens(rows: LiveRows, max_bytes: int | None) -> int | None:
     limits = [] if rows.num_slots_limit is None else [rows.num_slots_limit]
     if max_bytes is not None:
-        if max_bytes < rows.bytes_per_token:
+        token_bytes = _token_bytes(rows)
+        if max_bytes < token_bytes:
             raise ValueError(
-                f"max_bytes is {max_bytes}, one private token takes {rows.bytes_per_token}; raise it."
+                f"max_bytes is {max_bytes}, one private token takes {token_bytes}; raise it."
             )
-        limits.append(max_bytes // rows.bytes_per_token)
+        limits.append(max_bytes // token_bytes)
     return min(limits, default=None)
+
+
+def _token_bytes(rows: LiveRows) -> int:
+    if not rows.bytes_per_token:
+        # known once a row has stored a token
+        probe = rows.start(None)
+        rows.forward({probe: [0]})
+        num_bytes = rows.bytes_per_token
+        rows.drop(probe)
+        return num_bytes
+    return rows.bytes_per_token
 
 
 def _check_prompt(ids: list[int], prefix: Prefix | None) -> None:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_granikv.engine.memory import Memory, num_common
+from hf_granikv.engine.memory import Memory
+from hf_granikv.engine.offload import OffloadedRow
 from hf_granikv.engine.sampler import Sampler
 from hf_granikv.engine.schedule import Seat
 from hf_granikv.engine.turn import Turn
@@ -23,9 +24,10 @@ class Job:
         order: Its arrival.
         row: Its row while it runs.
         num_held: Private tokens in that row.
-        parked: What it holds while it waits again after it ran.
+        offloaded: What it keeps while it waits again after it ran.
         num_prompt: Private ids of the prompt.
         num_seen: The most tokens that were ever held in its row.
+        is_suspect: Whether a forward with it has failed, and none has succeeded since.
     """
 
     turn: Turn
@@ -36,9 +38,10 @@ class Job:
     order: int = 0
     row: Any = None
     num_held: int = 0
-    parked: Any = None
+    offloaded: OffloadedRow | None = None
     num_prompt: int = field(init=False)
     num_seen: int = 0
+    is_suspect: bool = False
 
     def __post_init__(self) -> None:
         """Counts the prompt."""
@@ -74,8 +77,3 @@ class Job:
         is_first = self.num_held - max(self.num_prompt, self.num_seen)
         self.num_seen = max(self.num_seen, self.num_held)
         return count - min(count, max(0, is_first))
-
-    def num_kept(self) -> int:
-        """How many tokens of its memory it starts with."""
-        kept = () if self.memory is None else self.memory.kept.token_ids
-        return num_common(kept, self.token_ids)

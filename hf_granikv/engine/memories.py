@@ -20,12 +20,11 @@ class Memories:
     def __init__(self) -> None:
         self._all: weakref.WeakSet[Memory] = weakref.WeakSet()
         self._new: deque[weakref.ref[Memory]] = deque()
-        self._trash: deque[list[Kept]] = deque()
         self._clock = 0
 
     def make(self, prefix: Prefix | None, kept: Kept = NOTHING) -> Memory:
         """Gives a memory of an agent that reads these prefixes."""
-        memory = Memory(prefix, self._trash, kept)
+        memory = Memory(prefix, kept)
         self._new.append(weakref.ref(memory))
         return memory
 
@@ -51,22 +50,20 @@ class Memories:
         """Gives what is kept, each parked row once, the one used longest ago first."""
         self._register()
         wanted_by = {id(job.memory): job.order for job in waiting}
-        kept: dict[int, Kept] = {}
+        used_at: dict[int, int] = {}
+        num_tokens: dict[int, int] = {}
         orders: dict[int, list[int | None]] = {}
         for memory in self._all:
-            held = memory.kept
-            if held.parked is None:
-                continue
-            key = id(held.parked)
-            orders.setdefault(key, []).append(wanted_by.get(id(memory)))
-            if key not in kept or kept[key].used_at < held.used_at:
-                kept[key] = held
+            kept = memory.kept
+            if kept.parked is not None:
+                key = id(kept.parked)
+                used_at[key] = max(kept.used_at, used_at.get(key, 0))
+                num_tokens[key] = kept.parked.num_tokens
+                orders.setdefault(key, []).append(wanted_by.get(id(memory)))
         return [
             # shared with a fork it stays when one of them goes on
-            IdleTokens(
-                key, held.parked.num_tokens, orders[key][0] if len(orders[key]) == 1 else None
-            )
-            for key, held in sorted(kept.items(), key=lambda item: item[1].used_at)
+            IdleTokens(key, num_tokens[key], orders[key][0] if len(orders[key]) == 1 else None)
+            for key in sorted(used_at, key=used_at.__getitem__)
         ]
 
     @property
@@ -81,5 +78,3 @@ class Memories:
             memory = self._new.popleft()()
             if memory is not None:
                 self._all.add(memory)
-        while self._trash:
-            self._trash.popleft()[0] = NOTHING

@@ -1,16 +1,12 @@
 """What an agent keeps in the pools between its turns."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.pools import Prefix
-
-if TYPE_CHECKING:
-    from collections import deque
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,45 +20,28 @@ class Kept:
     """
 
     token_ids: tuple[int, ...] = ()
-    parked: Any = None
+    parked: ParkedRow | None = None
     used_at: int = 0
 
 
 NOTHING = Kept()
 
 
+@dataclass(eq=False)
 class Memory:
     """The private tokens of one agent, from turn to turn.
 
-    Only the engine writes it. A memory that is forgotten gives its tokens back at the next step: what
-    it kept goes to `trash`, as pools may be changed on the engine's thread alone.
-
-    Args:
-        prefix: The end of the chain of prefixes that the agent reads; None for none.
-        trash: Where to leave what was kept.
-        kept: What it starts with.
+    What is kept is replaced as a whole, so any thread may read it, and forget it.
 
     Attributes:
-        prefix: See above.
+        prefix: The end of the chain of prefixes that the agent reads; None for none.
+        kept: What it holds between its turns; nothing while one runs.
         is_closed: Whether nothing is to be kept any more.
     """
 
-    def __init__(
-        self, prefix: Prefix | None, trash: "deque[list[Kept]]", kept: Kept = NOTHING
-    ) -> None:
-        self.prefix = prefix
-        self.is_closed = False
-        self._box = [kept]
-        weakref.finalize(self, trash.append, self._box).atexit = False
-
-    @property
-    def kept(self) -> Kept:
-        """What is held now."""
-        return self._box[0]
-
-    @kept.setter
-    def kept(self, kept: Kept) -> None:
-        self._box[0] = kept
+    prefix: Prefix | None = None
+    kept: Kept = NOTHING
+    is_closed: bool = False
 
     @property
     def num_tokens(self) -> int:

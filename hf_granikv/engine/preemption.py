@@ -11,14 +11,15 @@ class PreemptionCost:
     with it, only keys and values go.
 
     Attributes:
-        frees_budget: Whether parked tokens lie elsewhere than those of running rows. Where they do
-            not, keeping gives no room, and everything is computed again.
-        bytes_per_s: How fast they are moved, one way.
+        frees_budget: Whether what is kept goes to another memory than that of running rows: to the
+            host, where the model is on an accelerator. Elsewhere keeping gives no room, and everything
+            is computed again.
+        bytes_per_s: How fast it is moved, one way.
         tokens_per_s: How fast prompts are computed.
     """
 
     frees_budget: bool = False
-    bytes_per_s: float = 5e9
+    bytes_per_s: float = 1e10
     tokens_per_s: float = 1e3
 
     def keeps(self, num_tokens: int, num_bytes: int) -> bool:

@@ -1,7 +1,6 @@
 """Private tokens of the rows of a batch, kept one by one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -9,8 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.pools.cold_write import ColdWrite
 from hf_granikv.pools.slots import SlotAllocator
-from hf_granikv.pools.storage import clone, moved, slots_like
+from hf_granikv.pools.storage import KeysAndValues, SlotStorage
 from hf_granikv.pools.token_table import TokenTable
 
 # room left behind each run, so that rows grow in place: at least so many slots
@@ -18,31 +18,6 @@ MIN_HEADROOM = 8
 # rows are laid out as equal runs only while the slots that this leaves empty stay below
 MAX_LAYOUT_WASTE = 0.5
 SCATTERED_GROWTH = 1.125
-
-
-@dataclass(frozen=True, slots=True)
-class ColdWrite:
-    """Where the new tokens of one forward go; the same for every layer.
-
-    Attributes:
-        slots: `[num_new]` the slots of the new tokens, row after row, on the CPU.
-        source: `[num_new]` their places among the `num_rows * q_len` tokens of the forward;
-            None if every one of those is stored.
-        start: The private length of all rows before, if rows are runs of equal length that all
-            store all `q_len` tokens; else None.
-    """
-
-    slots: Tensor
-    source: Tensor | None
-    start: int | None
-    _moved: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Slots and source on the device of a layer."""
-        if device not in self._moved:
-            source = None if self.source is None else self.source.to(device)
-            self._moved[device] = self.slots.to(device), source
-        return self._moved[device]
 
 
 class ColdPool:
@@ -71,23 +46,16 @@ class ColdPool:
         self.limit = limit
         self.table = TokenTable(0)
         self._allocator = SlotAllocator()
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
+        self._storage = SlotStorage(num_layers)
         self._gather_indices: dict[torch.device, Tensor] = {}
         # per layer, keys and values as [num_rows, num_kv_heads, stride, head_dim] while rows are runs
         self._run_views: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self.peak_bytes = 0
 
     @property
-    def num_layers(self) -> int:
-        """Layers that store tokens."""
-        return len(self._keys)
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers that have stored any."""
-        tensors = [t for t in (*self._keys, *self._values) if t is not None]
-        return sum(t[:, :1].numel() * t.element_size() for t in tensors)
+        return self._storage.bytes_per_token
 
     @property
     def num_slots(self) -> int:
@@ -102,8 +70,7 @@ class ColdPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of the storages held and of the table."""
-        tensors = [t for t in (*self._keys, *self._values) if t is not None]
-        return sum(t.untyped_storage().nbytes() for t in tensors) + self.table.nbytes
+        return self._storage.num_bytes + self.table.nbytes
 
     def check_room(self, num_new: int, *, replacing: bool) -> None:
         """Checks that `num_new` tokens will fit, before anything is changed.
@@ -133,8 +100,7 @@ class ColdPool:
         """Releases all rows and gives the storages back."""
         self.begin(0)
         self._allocator = SlotAllocator()
-        self._keys = [None] * len(self._keys)
-        self._values = [None] * len(self._values)
+        self._storage.release()
         self.peak_bytes = 0
 
     def extend(
@@ -185,9 +151,7 @@ class ColdPool:
         """
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
-        if self._keys[layer_idx] is None:
-            self._keys[layer_idx] = slots_like(keys, self.num_slots)
-            self._values[layer_idx] = slots_like(values, self.num_slots)
+        self._storage.open(layer_idx, keys, values)
         if write.start is not None:
             q_len = keys.shape[2]
             key_runs, value_runs = self._runs(layer_idx)
@@ -195,12 +159,8 @@ class ColdPool:
             value_runs.narrow(2, write.start, q_len).copy_(values)
             return
         slots, source = write.on(keys.device)
-        for storage, states in ((self._keys[layer_idx], keys), (self._values[layer_idx], values)):
-            assert storage is not None
-            tokens = states.transpose(0, 1).flatten(1, 2)  # [heads, rows * q_len, head_dim]
-            if source is not None:
-                tokens = tokens.index_select(1, source)
-            storage.index_copy_(1, slots, tokens)
+        tokens = [t.transpose(0, 1).flatten(1, 2) for t in (keys, values)]
+        self._storage.put(layer_idx, slots, tokens, source)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.
@@ -213,11 +173,11 @@ class ColdPool:
         if self.table.stride is not None:
             key_runs, value_runs = self._runs(layer_idx)
             return key_runs.narrow(2, 0, width), value_runs.narrow(2, 0, width)
-        return self._gathered(self._keys[layer_idx]), self._gathered(self._values[layer_idx])
+        return self._gathered(layer_idx)
 
-    def storage(self, layer_idx: int) -> tuple[Tensor | None, Tensor | None]:
+    def storage(self, layer_idx: int) -> KeysAndValues | None:
         """Keys and values `[num_kv_heads, num_slots, head_dim]`; None before the first write."""
-        return self._keys[layer_idx], self._values[layer_idx]
+        return self._storage.layer(layer_idx)
 
     def truncate(self, counts: NDArray[np.int64]) -> None:
         """Frees the last `counts[i]` tokens of each row."""
@@ -232,11 +192,58 @@ class ColdPool:
         self._allocator.free(before)
         self._forget_views()
 
+    def take_row(self, row: int) -> list[KeysAndValues | None]:
+        """Copies of what a row holds: per layer `[num_kv_heads, length, head_dim]`, in order."""
+        slots = torch.from_numpy(self.table.row(row).copy())
+        return [self._storage.take(layer_idx, slots) for layer_idx in range(len(self._storage))]
+
+    def add_row(self, tokens: Sequence[KeysAndValues | None], length: int) -> None:
+        """Adds a row that holds these tokens, behind the others.
+
+        Args:
+            tokens: What `take_row` gave, of a pool over the same layers.
+            length: Tokens of the row.
+
+        Raises:
+            ColdPoolFullError: Before anything is changed.
+        """
+        self.check_room(length, replacing=False)
+        self.table.add_row()
+        num_rows, stride = self.table.num_rows, self.table.stride
+        if stride is not None and length <= stride:
+            self._grow(num_rows * stride)
+        self._forget_views()
+        counts = np.zeros(num_rows, dtype=np.int64)
+        counts[-1] = length
+        slots = self.extend(counts, None).slots
+        for layer_idx, held in enumerate(tokens):
+            if held is not None:
+                self._storage.open(layer_idx, *held)
+                self._storage.put(layer_idx, slots, held)
+
+    def remove_row(self, row: int) -> None:
+        """Frees what a row holds; the last row takes its place."""
+        table, last = self.table, self.table.num_rows - 1
+        self._allocator.free(table.row(row))
+        old = new = table.row(last).copy()
+        if table.stride is not None and row != last:
+            new = row * table.stride + np.arange(len(old))
+            self._storage.move(torch.from_numpy(old), torch.from_numpy(new))
+            self._allocator.hold(new)
+            self._allocator.free(old)
+        table.move_last(row, new)
+        self._forget_views()
+
+    def tidy(self) -> None:
+        """Makes rows that moved runs again, so that reading them needs no gather."""
+        held = self.table.flat()
+        if len(held) and self.table.stride is None and len(np.unique(held)) == len(held):
+            self._lay_out(np.zeros(self.table.num_rows, dtype=np.int64), 1 / 8)
+
     def copy(self) -> "ColdPool":
         """An independent pool with the same rows."""
-        twin = ColdPool(len(self._keys), limit=self.limit)
-        twin._keys = [clone(t) for t in self._keys]
-        twin._values = [clone(t) for t in self._values]
+        twin = ColdPool(len(self._storage), limit=self.limit)
+        twin._storage = self._storage.copy()
         twin._allocator.grow(self.num_slots)
         twin._allocator.hold(self.table.flat())
         twin.table = self.table.copy()
@@ -266,8 +273,7 @@ class ColdPool:
         new_slots = table.flat()
         if len(old_slots) or num_slots > self.num_slots:
             src, dst = torch.from_numpy(old_slots), torch.from_numpy(new_slots)
-            self._keys = [moved(t, num_slots, src, dst) for t in self._keys]
-            self._values = [moved(t, num_slots, src, dst) for t in self._values]
+            self._storage.resize(num_slots, src, dst)
             self._allocator = SlotAllocator()
             self._allocator.grow(num_slots)
             self._allocator.hold(new_slots)
@@ -277,41 +283,38 @@ class ColdPool:
         if num_needed <= self.num_slots:
             return
         num_slots = max(num_needed, int(self.num_slots * SCATTERED_GROWTH))
-        if self.limit is not None:
-            num_slots = min(num_slots, self.limit)
+        num_slots = num_slots if self.limit is None else min(num_slots, self.limit)
         self._forget_views()
         kept = torch.arange(self.num_slots)
-        self._keys = [moved(t, num_slots, kept, kept) for t in self._keys]
-        self._values = [moved(t, num_slots, kept, kept) for t in self._values]
+        self._storage.resize(num_slots, kept, kept)
         self._allocator.grow(num_slots)
 
     def _runs(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         views = self._run_views[layer_idx]
         if views is None:
-            views = self._as_runs(self._keys[layer_idx]), self._as_runs(self._values[layer_idx])
-            self._run_views[layer_idx] = views
+            keys, values = (self._as_runs(t) for t in self._storage.written(layer_idx))
+            views = self._run_views[layer_idx] = keys, values
         return views
 
-    def _as_runs(self, storage: Tensor | None) -> Tensor:
+    def _as_runs(self, storage: Tensor) -> Tensor:
         stride, num_rows = self.table.stride, self.table.num_rows
-        assert storage is not None
         assert stride is not None
         runs = storage[:, : num_rows * stride].unflatten(1, (num_rows, stride))
         return runs.transpose(0, 1)
 
-    def _gathered(self, storage: Tensor | None) -> Tensor:
-        assert storage is not None
-        num_rows, width = self.table.num_rows, self.table.max_length
-        index = self._gather_indices.get(storage.device)
+    def _gathered(self, layer_idx: int) -> KeysAndValues:
+        storages = self._storage.written(layer_idx)
+        device, size = storages[0].device, (self.table.num_rows, self.table.max_length)
+        index = self._gather_indices.get(device)
         if index is None:
             # slots of no one read slot 0: finite, and masked by whoever reads
             padded = np.maximum(self.table.padded(), 0).reshape(-1)
-            index = self._gather_indices[storage.device] = torch.from_numpy(padded).to(
-                storage.device
-            )
-        rows = storage.index_select(1, index)
-        return rows.unflatten(1, (num_rows, width)).transpose(0, 1)
+            index = self._gather_indices[device] = torch.from_numpy(padded).to(device)
+        keys, values = (
+            t.index_select(1, index).unflatten(1, size).transpose(0, 1) for t in storages
+        )
+        return keys, values
 
     def _forget_views(self) -> None:
         self._gather_indices = {}
-        self._run_views = [None] * self.num_layers
+        self._run_views = [None] * len(self._storage)

@@ -117,6 +117,26 @@ class RowStates:
         held = [layer.states() for layer in self._layers]
         self._load(held, lambda t: t.index_select(0, index.to(t.device)))
 
+    def take_row(self, row: int) -> list[LayerStates]:
+        """Copies of the states of one row, `[1, ...]` each."""
+        return [
+            {key: _copied(t[row : row + 1]) for key, t in layer.states().items()}
+            for layer in self._layers
+        ]
+
+    def add_row(self, states: Sequence[LayerStates]) -> None:
+        """Adds a row with these states behind the others.
+
+        Args:
+            states: What `take_row` gave.
+        """
+        held = [layer.states() for layer in self._layers]
+        joined = [
+            {key: torch.cat([ours[key], t]) if key in ours else t for key, t in its.items()}
+            for ours, its in zip(held, states, strict=True)
+        ]
+        self._load(joined, _copied)
+
     def release(self) -> None:
         """Forgets all rows."""
         self._marks, self._is_torn = None, False

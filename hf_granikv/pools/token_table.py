@@ -117,6 +117,18 @@ class TokenTable:
         self._slots = self._slots[order]
         self.lengths = self.lengths[order]
 
+    def add_row(self) -> None:
+        """Adds an empty row behind the others."""
+        self.lengths = np.append(self.lengths, 0)
+        nothing = np.full((1, self._slots.shape[1]), -1, dtype=np.int64)
+        self._slots = np.concatenate([self._slots, nothing])
+
+    def move_last(self, row: int, slots: Slots) -> None:
+        """Lets the last row take the place of another, holding `slots` there."""
+        self._slots[row], self.lengths[row] = -1, len(slots)
+        self._slots[row, : len(slots)] = slots
+        self._slots, self.lengths = self._slots[:-1], self.lengths[:-1]
+
     def copy(self) -> "TokenTable":
         """An independent table with the same content."""
         twin = TokenTable(self.num_rows)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from engine_rig import PREFIX_IDS, Rig, alone, prompt, reply
+from engine_rig import PREFIX_IDS, TOKENIZER, Rig, alone, prompt, reply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor
 
+from hf_granikv import AsymmetricPagedCache
+from hf_granikv.engine.engine import Engine
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.errors import ColdPoolFullError
 
@@ -79,7 +81,6 @@ def test_a_preempted_turn_resumes_exactly(options):
 
 def test_kept_tokens_of_a_preempted_turn_are_not_computed_again():
     rig = Rig(max_tokens=40, lookahead=0, cost=PreemptionCost(True, 1e15, 1.0))
-    # kept tokens lie elsewhere, so the budget of the rows goes for rows
     jobs = [rig.add(text, i, **SAMPLED) for i, text in enumerate(TEXTS[:3])]
     rig.run()
     assert rig.batch.figures.num_preemptions > 0
@@ -183,6 +184,26 @@ def test_who_breaks_a_step_fails_alone(error):
     assert jobs[1].turn.finish_reason is None
     assert jobs[1].turn.done()
     assert rig.rows.num_slots_used == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_rows_that_lost_their_states_to_another_ones_failure_start_again(tiny_model, family):
+    model, options = tiny_model(family), {"max_new_tokens": 5, "suppress_tokens": [95]}
+    rows = [[5, 6, 7], [8, 9, 10, 11], [12], [13, 14]]
+    with Engine(model, AsymmetricPagedCache(model.config), TOKENIZER) as engine:
+        breaks = Breaks(model, 95, RuntimeError("broken"))
+        try:
+            turns = [engine.submit(row, **options) for row in rows[:3]]
+            bad = engine.submit([5, 6, 95, 7], **options)
+            turns.append(engine.submit(rows[3], **options))
+            with pytest.raises(RuntimeError, match="broken"):
+                bad.result(60)
+            for turn, row in zip(turns, rows, strict=True):
+                out = model.generate(torch.tensor([row]), **options)
+                assert list(turn.result(60).token_ids) == out[0, len(row) :].tolist()
+            assert engine.figures.num_preemptions > 0
+        finally:
+            breaks.handle.remove()
 
 
 class Fails(LogitsProcessor):

@@ -204,7 +204,7 @@ def test_a_layer_that_reads_another_layers_keys_stores_nothing(tiny_model: Build
     stored = [keys.numel() > 0 for keys in held._state.prefixes.only.keys]
     assert stored[:2] == [True, True]
     assert not any(stored[2:])
-    assert all(held._state.cold.storage(i)[0] is None for i in range(2, len(stored)))
+    assert all(held._state.cold.storage(i) is None for i in range(2, len(stored)))
 
 
 def test_stats_count_what_dynamic_cache_would_hold(tiny_model: Build) -> None:

@@ -133,6 +133,24 @@ def test_suffix_only_ids(llama: PreTrainedModel) -> None:
     assert new_tokens(llama, inputs, **cached(cache)) == alone(llama, rows)
 
 
+@pytest.mark.parametrize("option", [{"repetition_penalty": 2.5}, {"no_repeat_ngram_size": 2}])
+def test_processors_see_the_ids_of_every_chain(
+    llama: PreTrainedModel, option: dict[str, Any]
+) -> None:
+    reads = ["left", "other", "tip"]
+    suffix = [tokens(n, seed=n) for n in (2, 6, 4)]
+    rows = [[*CHAINS[read], *row] for read, row in zip(reads, suffix, strict=True)]
+    want = alone(llama, rows, num_new=20, **option)
+    assert want != alone(llama, rows, num_new=20)
+    cache, whole = planted(llama)[0], left_padded(rows)
+    cache.bind(**whole)
+    chains = left_padded([CHAINS[read] for read in reads])["attention_mask"]
+    own = left_padded(suffix)
+    mask = torch.cat([chains, own["attention_mask"]], dim=1)
+    for inputs in (whole, {"input_ids": own["input_ids"], "attention_mask": mask}):
+        assert new_tokens(llama, inputs, num_new=20, **cached(cache), **option) == want
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "deepseek_v3"])
 def test_plain_forwards_and_crops(tiny_model: Callable[..., PreTrainedModel], name: str) -> None:
     model = tiny_model(name)

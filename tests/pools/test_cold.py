@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +60,18 @@ class PlantedPool:
     def select(self, order: list[int]) -> None:
         self.pool.select(order)
         self.rows = [list(self.rows[i]) for i in order]
+
+    def leave(self, row: int) -> tuple[list[Any], list[int]]:
+        """Takes a row out, the last one taking its place; gives what it held."""
+        taken, tokens = self.pool.take_row(row), self.rows[row]
+        self.pool.remove_row(row)
+        self.rows[row] = self.rows[-1]
+        self.rows = self.rows[:-1]
+        return taken, tokens
+
+    def join(self, taken: list[Any], tokens: list[int]) -> None:
+        self.pool.add_row(taken, len(tokens))
+        self.rows.append(list(tokens))
 
     def fork(self) -> "PlantedPool":
         return PlantedPool(self.pool.copy(), [list(row) for row in self.rows], self.next_token)
@@ -155,9 +168,11 @@ def test_scattered_growth_is_amortised() -> None:
 def test_reordering_copies_nothing() -> None:
     held = pool_of(4, 4, 4)
     before, num_bytes = storage_ptr(held), held.pool.num_bytes - held.pool.table.nbytes
-    storages = [t.untyped_storage().data_ptr() for t in held.pool._keys if t is not None]
+    storages = [held.pool.storage(i)[0].untyped_storage().data_ptr() for i in range(NUM_LAYERS)]
     held.select([2, 2, 0])
-    assert [t.untyped_storage().data_ptr() for t in held.pool._keys if t is not None] == storages
+    assert [
+        held.pool.storage(i)[0].untyped_storage().data_ptr() for i in range(NUM_LAYERS)
+    ] == storages
     assert storages[0] == before
     assert held.pool.num_bytes - held.pool.table.nbytes == num_bytes
     held.check()
@@ -247,6 +262,23 @@ def test_room_is_reckoned_without_the_rows_that_are_replaced() -> None:
         pool.check_room(11, replacing=True)
 
 
+def test_rows_that_come_and_go_stay_runs() -> None:
+    held = pool_of(5, 9, 3, 7)
+    parked = held.leave(1)
+    assert held.pool.table.stride is not None, "the last row took its place"
+    held.check()
+    held.append(1, 1, 1)
+    held.join(*parked)
+    assert held.pool.table.stride is not None
+    held.check()
+    held.select([3, 0])
+    assert held.pool.table.stride is None
+    held.pool.tidy()
+    assert held.pool.table.stride is not None
+    held.append(1, 1)
+    held.check()
+
+
 class ColdWalk(RuleBasedStateMachine):
     """Random life of a pool; forks stay under watch while the walk goes on with one of them."""
 
@@ -255,6 +287,7 @@ class ColdWalk(RuleBasedStateMachine):
         self.held = PlantedPool(ColdPool(NUM_LAYERS, limit=limit))
         self.held.begin(num_rows)
         self.others: list[PlantedPool] = []
+        self.parked: list[tuple[list[Any], list[int]]] = []
 
     @rule(num_rows=st.integers(1, 6))
     def begin_again(self, num_rows: int) -> None:
@@ -289,6 +322,31 @@ class ColdWalk(RuleBasedStateMachine):
     def select(self, data: st.DataObject) -> None:
         rows = st.sampled_from(range(len(self.held.rows)))
         self.held.select(data.draw(st.lists(rows, min_size=1, max_size=6)))
+
+    @precondition(lambda self: self.held.rows)
+    @rule(data=st.data(), comes_back=st.booleans())
+    def leave(self, data: st.DataObject, comes_back: bool) -> None:
+        parked = self.held.leave(data.draw(st.sampled_from(range(len(self.held.rows)))))
+        if comes_back or not self.held.rows:
+            self.held.join(*parked)
+        else:
+            self.parked.append(parked)
+
+    @precondition(lambda self: self.parked)
+    @rule()
+    def join(self) -> None:
+        parked = self.parked.pop()
+        limit, live = self.held.pool.limit, self.held.pool.num_tokens
+        if limit is None or live + len(parked[1]) <= limit:
+            self.held.join(*parked)
+        else:
+            with pytest.raises(ColdPoolFullError):
+                self.held.join(*parked)
+
+    @precondition(lambda self: self.held.rows)
+    @rule()
+    def tidy(self) -> None:
+        self.held.pool.tidy()
 
     @rule()
     def fork(self) -> None:

@@ -1,0 +1,31 @@
+"""Where the new tokens of one forward go."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ColdWrite:
+    """Where the new tokens of one forward go; the same for every layer.
+
+    Attributes:
+        slots: `[num_new]` the slots of the new tokens, row after row, on the CPU.
+        source: `[num_new]` their places among the `num_rows * q_len` tokens of the forward;
+            None if every one of those is stored.
+        start: The private length of all rows before, if rows are runs of equal length that all
+            store all `q_len` tokens; else None.
+    """
+
+    slots: Tensor
+    source: Tensor | None
+    start: int | None
+    _moved: dict[torch.device, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Slots and source on the device of a layer."""
+        if device not in self._moved:
+            source = None if self.source is None else self.source.to(device)
+            self._moved[device] = self.slots.to(device), source
+        return self._moved[device]
