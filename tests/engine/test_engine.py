@@ -199,6 +199,24 @@ def test_who_pauses_the_engine_has_the_model_alone(engine):
         hook.remove()
 
 
+def test_a_pause_waits_for_the_step_under_way(engine):
+    with Gate(shared_model()) as gate:
+        turn, entered = ask(engine, "Why?"), threading.Event()
+
+        def pause():
+            with engine.paused():
+                entered.set()
+
+        pausing = threading.Thread(target=pause)
+        pausing.start()
+        assert not entered.wait(0.2)
+        gate.let(1)
+        assert entered.wait(WAIT_S)
+        gate.let(100)
+        pausing.join(WAIT_S)
+        assert turn.result(WAIT_S).token_ids == alone("Why?", **LONG)
+
+
 def test_a_prefix_may_be_added_while_turns_run(engine, cache):
     turn = ask(engine, "Why?", max_new_tokens=30)
     ids = TOKENIZER("Another log.")["input_ids"]

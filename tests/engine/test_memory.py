@@ -86,6 +86,19 @@ def test_idle_agents_give_way_and_lose_nothing_but_time():
     assert other.turn.finish_reason == "length"
 
 
+def test_idle_tokens_say_who_waits_for_them():
+    rig = Rig(max_rows=1)
+    memory, other = rig.memory(), rig.memory()
+    answered(rig, FIRST, memory)
+    answered(rig, SECOND, other)
+    waiting = rig.add(FIRST, memory=memory, **LONG)
+    assert [each.wanted_by for each in rig.memories.idle([waiting])] == [waiting.order, None]
+    # what a fork holds too stays behind when one of the two goes on
+    twin = rig.memories.fork(memory)
+    assert [each.wanted_by for each in rig.memories.idle([waiting])] == [None, None]
+    assert twin.num_tokens == memory.num_tokens
+
+
 def test_a_cancelled_turn_leaves_what_it_computed():
     rig = Rig()
     memory = rig.memory()
