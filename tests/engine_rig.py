@@ -18,6 +18,8 @@ from hf_granikv.engine.schedule import Limits
 from hf_granikv.engine.turn import Turn
 from hf_granikv.live_rows import LiveRows
 
+LONG = {"max_new_tokens": 12, "eos_token_id": None}
+WAIT_S = 60
 TOKENIZER = byte_tokenizer()
 PREFIX_IDS = TOKENIZER(SHARED)["input_ids"]
 
@@ -121,3 +123,9 @@ class Rig:
 
 def reply(job: Job) -> tuple[int, ...]:
     return job.turn.result(0).token_ids
+
+
+def ask(engine: Any, text: str, **options: Any) -> Turn:
+    """Submits a prompt over the prefix of the engine's fixture."""
+    options = {**LONG, **options}
+    return engine.submit(prompt(text), prefix=engine.prefix, name=text, **options)

@@ -136,6 +136,7 @@ class Batch:
         else:
             row, num_held = self._resumed(job)
             self.figures.kept_tokens += num_held
+            job.turn.kept_tokens += num_held
         if job.memory is not None:
             job.memory.kept = NOTHING
         job.row, job.num_held, job.offloaded = row, num_held, None
@@ -197,7 +198,7 @@ class Batch:
         for job, count in feeds.items():
             job.is_suspect = False
             num_again = job.holds_more(count)
-            job.turn.computed(num_again)
+            job.turn.computed_tokens += num_again
             self.figures.computed_tokens += count
             self.figures.prompt_tokens += num_again
         return {job: found[job.row] for job in feeds}
@@ -248,7 +249,7 @@ class Batch:
             return
         job.token_ids.append(token_id)
         self.figures.generated_tokens += 1
-        job.turn.put(token_id)
+        job.turn.put(token_id, self.figures.num_steps)
         if reason is not None:
             self._leave(job, lambda: job.turn.end(reason))
 

@@ -12,12 +12,12 @@ from torch import nn
 from hf_granikv.agent import Reply
 from hf_granikv.announce import transformers_model
 from hf_granikv.cache import AsymmetricPagedCache
-from hf_granikv.config import is_count
 from hf_granikv.engine.batch import Batch
 from hf_granikv.engine.figures import EngineFigures
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
 from hf_granikv.engine.memory import NOTHING, Memory
+from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.engine.requests import Asked
 from hf_granikv.engine.schedule import Limits
@@ -44,13 +44,10 @@ class Engine:
         cache: Holds the prefixes. Its `cold_slots` limit the private tokens of all turns and of idle
             agents together.
         tokenizer: Makes text of answers.
-        max_bytes: Limits their bytes likewise.
-        max_rows: The most turns that run at a time; more wait.
-        max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
-            keeps running answers waiting.
+        options: What turns may take.
 
     Raises:
-        ValueError: If a number is not positive, or `max_bytes` is less than a token takes.
+        ValueError: If `max_bytes` is less than a token takes.
     """
 
     def __init__(
@@ -58,20 +55,14 @@ class Engine:
         model: nn.Module,
         cache: AsymmetricPagedCache,
         tokenizer: "PreTrainedTokenizerBase",
-        *,
-        max_bytes: int | None = None,
-        max_rows: int = 64,
-        max_step_tokens: int = 256,
+        options: EngineOptions | None = None,
     ) -> None:
-        given = {"max_bytes": max_bytes, "max_rows": max_rows, "max_step_tokens": max_step_tokens}
-        for name, value in given.items():
-            if value is not None and not is_count(value):
-                raise ValueError(f"{name} is {value!r}; give a positive number.")
+        options = options or EngineOptions()
         self._model = model
         self._tokenizer = tokenizer
         self._rows = LiveRows(model, cache)
-        max_tokens = _max_tokens(self._rows, max_bytes)
-        self._limits = Limits(max_tokens, max_rows, max_step_tokens)
+        max_tokens = _max_tokens(self._rows, options.max_bytes)
+        self._limits = Limits(max_tokens, options.max_rows, options.max_step_tokens)
         self._memories = Memories()
         is_on_host = transformers_model(model).device.type == "cpu"
         cost = PreemptionCost(frees_budget=not is_on_host)
@@ -164,6 +155,12 @@ class Engine:
         """Bytes that running turns hold."""
         with self.paused():
             return self._rows.num_bytes
+
+    @property
+    def backend_steps(self) -> dict[str, int]:
+        """How many steps each backend has run."""
+        with self.paused():
+            return self._rows.backend_steps
 
     def check_integrity(self) -> None:
         """Checks the pools, between two steps.

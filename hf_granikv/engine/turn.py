@@ -26,11 +26,25 @@ class Turn:
         name: Whose answer it is.
         prompt_tokens: Tokens of the whole prompt.
         tokenizer: Makes text of the answer.
+
+    Attributes:
+        name: See above.
+        prompt_tokens: See above.
+        kept_tokens: Prompt tokens that its agent held from earlier turns.
+        computed_tokens: Prompt tokens computed so far; those that were given back meanwhile count again.
+        first_token_s: When the first token came, by `time.perf_counter`; None before.
+        last_token_s: When the latest did.
+        first_step: The engine's forward pass that gave the first token.
+        last_step: The one that gave the latest.
     """
 
     def __init__(self, name: str, prompt_tokens: int, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.name = name
         self.prompt_tokens = prompt_tokens
+        self.kept_tokens = self.computed_tokens = 0
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.first_step = self.last_step = 0
         self._tokenizer = tokenizer
         self._changed = threading.Condition()
         self._token_ids: list[int] = []
@@ -40,7 +54,11 @@ class Turn:
         self._listeners: list[Callable[[], None]] = []
         self._on_cancel: Callable[[], None] | None = None
         self._on_end: Callable[[Reply], None] | None = None
-        self._num_computed = 0
+        self._is_cancelling = False
+
+    def __repr__(self) -> str:
+        state = self._finish_reason or ("failed" if self._error else "going on")
+        return f"<Turn of {self.name!r}: {len(self._token_ids)} tokens, {state}>"
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -53,9 +71,9 @@ class Turn:
         return self._finish_reason
 
     @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens computed so far: those not held before, and again those given back meanwhile."""
-        return self._num_computed
+    def is_cancelling(self) -> bool:
+        """Whether somebody has asked for its end."""
+        return self._is_cancelling
 
     def done(self) -> bool:
         """Whether no more tokens will come."""
@@ -66,9 +84,25 @@ class Turn:
 
         What was generated stays, and `result` gives it. Without effect on a turn that is done.
         """
+        self._is_cancelling = True
         on_cancel = self._on_cancel
         if on_cancel is not None:
             on_cancel()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the turn is done, at most `timeout` seconds; gives whether it is."""
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            with self._changed:
+                while not self.done():
+                    left = None if until is None else until - time.monotonic()
+                    if left is not None and left <= 0:
+                        return False
+                    self._changed.wait(left)
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+        return True
 
     def result(self, timeout: float | None = None) -> Reply:
         """Waits for the reply.
@@ -80,40 +114,26 @@ class Turn:
             TimeoutError: It is not there by then; the turn goes on.
             Exception: Whatever ended the turn otherwise.
         """
-        until = None if timeout is None else time.monotonic() + timeout
-        try:
-            with self._changed:
-                while not self.done():
-                    left = None if until is None else until - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise TimeoutError(
-                            f"{self.name!r} has {len(self._token_ids)} tokens after {timeout} "
-                            "seconds and goes on; wait again, or cancel the turn."
-                        )
-                    self._changed.wait(left)
-        except KeyboardInterrupt:
-            self.cancel()
-            raise
+        if not self.wait(timeout):
+            raise TimeoutError(
+                f"{self.name!r} has {len(self._token_ids)} tokens after {timeout} seconds and goes "
+                "on; wait again, or cancel the turn."
+            )
         return self._outcome()
 
     def __iter__(self) -> Iterator[str]:
         """Gives the text in pieces, blocking between them."""
-        pieces, num_read, is_done = TextPieces(self._tokenizer), 0, False
-        while not is_done:
+        reader = self.reader()
+        while not reader.is_done:
             try:
                 with self._changed:
-                    while not self.done() and len(self._token_ids) == num_read:
+                    while not reader.has_news():
                         self._changed.wait()
-                    is_done = self.done()
-                    new_ids = self._token_ids[num_read:]
             except KeyboardInterrupt:
                 self.cancel()
                 raise
-            num_read += len(new_ids)
-            if piece := pieces.put(new_ids):
+            if piece := reader.read():
                 yield piece
-        if rest := pieces.end():
-            yield rest
         self._outcome()
 
     def __await__(self) -> Generator[object, None, Reply]:
@@ -122,28 +142,30 @@ class Turn:
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Gives the text in pieces without blocking the event loop."""
-        pieces, num_read, is_done = TextPieces(self._tokenizer), 0, False
+        reader = self.reader()
         changed = self._heard()
-        while not is_done:
-            await self._next_change(changed, num_read)
-            with self._changed:
-                is_done = self.done()
-                new_ids = self._token_ids[num_read:]
-            num_read += len(new_ids)
-            if piece := pieces.put(new_ids):
+        while not reader.is_done:
+            await self._until(changed, reader.has_news)
+            if piece := reader.read():
                 yield piece
-        if rest := pieces.end():
-            yield rest
         self._outcome()
 
-    def put(self, token_id: int) -> None:
+    def reader(self) -> "TurnReader":
+        """Gives the text from the start to somebody who waits by other means."""
+        return TurnReader(self, self._tokenizer)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Has a function called on the engine's thread whenever something has changed; it must not fail."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def put(self, token_id: int, step: int) -> None:
         """Takes the next token; for the engine."""
+        self.last_token_s, self.last_step = time.perf_counter(), step
+        if self.first_token_s is None:
+            self.first_token_s, self.first_step = self.last_token_s, step
         self._token_ids.append(token_id)
         self._tell()
-
-    def computed(self, num_tokens: int) -> None:
-        """Counts prompt tokens that were computed; for the engine."""
-        self._num_computed += num_tokens
 
     def end(self, finish_reason: str) -> None:
         """Ends the turn; for the engine."""
@@ -197,21 +219,14 @@ class Turn:
 
     def _heard(self) -> asyncio.Event:
         """An event of the running loop that is set whenever something has changed."""
-        changed, loop = asyncio.Event(), asyncio.get_running_loop()
-
-        def listener() -> None:
-            # a loop that has ended hears nothing more
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(changed.set)
-
-        with self._changed:
-            self._listeners.append(listener)
+        changed = asyncio.Event()
+        self.listen(called_soon(changed.set))
         return changed
 
-    async def _next_change(self, changed: asyncio.Event, num_read: int) -> None:
-        while not self.done() and len(self._token_ids) == num_read:
+    async def _until(self, changed: asyncio.Event, holds: Callable[[], bool]) -> None:
+        while not holds():
             changed.clear()
-            if self.done() or len(self._token_ids) != num_read:
+            if holds():
                 return
             try:
                 await changed.wait()
@@ -220,7 +235,47 @@ class Turn:
                 raise
 
     async def _when_done(self) -> Reply:
-        changed = self._heard()
-        while not self.done():
-            await self._next_change(changed, len(self._token_ids))
+        await self._until(self._heard(), self.done)
         return self._outcome()
+
+
+class TurnReader:
+    """Somebody's place in the text of a turn.
+
+    Attributes:
+        is_done: Whether everything has been read.
+    """
+
+    def __init__(self, turn: Turn, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self.is_done = False
+        self._turn = turn
+        self._pieces = TextPieces(tokenizer)
+        self._num_read = 0
+
+    def has_news(self) -> bool:
+        """Whether there are tokens that were not read, or the turn is done."""
+        return self._turn.done() or len(self._turn._token_ids) > self._num_read
+
+    def read(self) -> str:
+        """Gives the text that is settled since the last time, often none; does not wait."""
+        # no token comes after the end, so the end is looked at first
+        is_done = self._turn.done()
+        new_ids = self._turn._token_ids[self._num_read :]
+        self._num_read += len(new_ids)
+        piece = self._pieces.put(new_ids)
+        if is_done and not self.is_done:
+            self.is_done = True
+            piece += self._pieces.end()
+        return piece
+
+
+def called_soon(function: Callable[[], object]) -> Callable[[], None]:
+    """Gives what calls a function on the running event loop, from any thread, as long as the loop runs."""
+    loop = asyncio.get_running_loop()
+
+    def call() -> None:
+        # a loop that has ended hears nothing more
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(function)
+
+    return call

@@ -4,12 +4,11 @@ import asyncio
 
 import pytest
 import torch
-from engine_rig import PREFIX_IDS, TOKENIZER, alone, prompt, shared_model
+from engine_rig import LONG, PREFIX_IDS, TOKENIZER, alone, prompt, shared_model
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.engine.engine import Engine
 
-LONG = {"max_new_tokens": 12, "eos_token_id": None}
 TEXTS = ["Why?", "Who?", "When is high water?"]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_rig import PREFIX_IDS, TOKENIZER, Rig, alone, prompt, reply
+from engine_rig import LONG, PREFIX_IDS, TOKENIZER, Rig, alone, prompt, reply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor
@@ -13,7 +13,6 @@ from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.errors import ColdPoolFullError
 
 TEXTS = ["Why?", "When is high water?", "Who?", "And the pumps, who keeps their log?", "So."]
-LONG = {"max_new_tokens": 12, "eos_token_id": None}
 SAMPLED = {**LONG, "do_sample": True, "temperature": 1.5, "top_k": 20, "repetition_penalty": 1.3}
 
 

@@ -7,14 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from engine_rig import PREFIX_IDS, TOKENIZER, alone, prompt, shared_model
+from engine_rig import LONG, PREFIX_IDS, TOKENIZER, WAIT_S, alone, ask, prompt, shared_model
 
-from hf_granikv import AsymmetricPagedCache
 from hf_granikv.engine.engine import Engine
+from hf_granikv.engine.options import EngineOptions
 from hf_granikv.errors import ColdPoolFullError
-
-LONG = {"max_new_tokens": 12, "eos_token_id": None}
-WAIT_S = 60
 
 
 class Gate:
@@ -38,27 +35,6 @@ class Gate:
         self.is_open = True
         self.permits.release(1000)
         self.hook.remove()
-
-
-@pytest.fixture
-def cache():
-    cache = AsymmetricPagedCache(shared_model().config)
-    cache.prefill(shared_model(), torch.tensor([PREFIX_IDS]))
-    return cache
-
-
-@pytest.fixture
-def engine(cache):
-    with Engine(shared_model(), cache, TOKENIZER) as engine:
-        engine.prefix = cache._state.prefixes.only
-        yield engine
-        assert engine._rows.num_slots_used == 0
-        engine.check_integrity()
-
-
-def ask(engine, text, **options):
-    options = {**LONG, **options}
-    return engine.submit(prompt(text), prefix=engine.prefix, name=text, **options)
 
 
 def engine_threads():
@@ -273,7 +249,7 @@ def test_the_callers_random_numbers_are_its_own(engine):
 def test_bytes_are_a_budget_too(cache):
     prefix = cache._state.prefixes.only
     # a token takes 256 bytes in two layers with two heads of eight numbers
-    with Engine(shared_model(), cache, TOKENIZER, max_bytes=40 * 256) as engine:
+    with Engine(shared_model(), cache, TOKENIZER, EngineOptions(max_bytes=40 * 256)) as engine:
         engine.prefix = prefix
         assert engine._limits.max_tokens == 40
         with pytest.raises(ColdPoolFullError, match="up to 41 private tokens"):
@@ -295,7 +271,7 @@ def test_bytes_are_a_budget_too(cache):
 )
 def test_options_are_checked(cache, options, text):
     with pytest.raises(ValueError, match=text):
-        Engine(shared_model(), cache, TOKENIZER, **options)
+        Engine(shared_model(), cache, TOKENIZER, EngineOptions(**options))
 
 
 def test_prompts_are_checked(engine):
