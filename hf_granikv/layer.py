@@ -6,9 +6,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.lazy import LazyKeyValue
-from hf_granikv.row_prefixes import Reading
 from hf_granikv.state import CacheState
-from hf_granikv.views import LayerStep, PrefixPart, Window
+from hf_granikv.views import LayerStep, Window
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -63,9 +62,12 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             if state.num_columns == step.plan.q_len:
                 return key_states, value_states
             return state.cold.read(layer_idx)
-        parts = tuple(_part(reading, layer_idx) for reading in state.reads.readings())
         layer_step = LayerStep(
-            layer_idx, step.plan, parts, *state.cold.read(layer_idx), self._window
+            layer_idx,
+            step.plan,
+            state.reads.parts(layer_idx),
+            *state.cold.read(layer_idx),
+            self._window,
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
 
@@ -98,16 +100,6 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Refuses likewise."""
         raise NotImplementedError("all layers share their rows; call reset on the cache.")
-
-
-def _part(reading: Reading, layer_idx: int) -> PrefixPart:
-    group, prefix = reading
-    keys, values = prefix.keys[layer_idx], prefix.values[layer_idx]
-    start = prefix.starts[layer_idx]
-    if group.stop < prefix.stop:
-        num_seen = max(0, group.stop - start)
-        keys, values = keys[:, :num_seen], values[:, :num_seen]
-    return PrefixPart(group, keys, values, start)
 
 
 def _check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:

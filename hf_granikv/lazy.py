@@ -31,8 +31,6 @@ class LazyKeyValue(torch.Tensor):
     Attributes:
         METADATA: The torch functions that ask about shape or dtype only.
         layer_step: Whose keys and values these are.
-        prefixes: Per part of the layer step, `[1, num_kv_heads, num_stored, head_dim]` what its group
-            shares, laid out as `suffix`.
         suffix: `[num_rows, num_kv_heads, max_suffix_len, head_dim]` what is private; tokens may
             have moved to another dimension.
         token_dim: The dimension of the tokens.
@@ -43,17 +41,17 @@ class LazyKeyValue(torch.Tensor):
     METADATA = _METADATA
 
     layer_step: LayerStep
-    prefixes: tuple[Tensor, ...]
     suffix: Tensor
     token_dim: int
     is_buffer: bool
     is_written: bool
+    _prefixes: tuple[Tensor, ...]
     _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, layer_step: LayerStep, *, is_value: bool) -> "LazyKeyValue":
         """Wraps one side of `layer_step`."""
-        prefixes = tuple((p.values if is_value else p.keys)[None] for p in layer_step.parts)
+        prefixes = tuple(p.values if is_value else p.keys for p in layer_step.parts)
         suffix = layer_step.suffix_values if is_value else layer_step.suffix_keys
         return cls._of_parts(layer_step, prefixes, suffix, 2)
 
@@ -73,9 +71,18 @@ class LazyKeyValue(torch.Tensor):
             cls, shape, dtype=suffix.dtype, device=suffix.device
         )
         lazy.layer_step = layer_step
-        lazy.prefixes, lazy.suffix, lazy.token_dim = prefixes, suffix, token_dim
+        lazy._prefixes, lazy.suffix, lazy.token_dim = prefixes, suffix, token_dim
         lazy.is_buffer, lazy.is_written, lazy._dense = is_buffer, False, None
         return lazy
+
+    @property
+    def prefixes(self) -> tuple[Tensor, ...]:
+        """Per part of the layer step, `[1, num_kv_heads, num_stored, head_dim]` what its group shares.
+
+        Tokens lie where they do in `suffix`.
+        """
+        ndim = self.suffix.ndim
+        return tuple(t if t.ndim == ndim else t[None] for t in self._prefixes)
 
     def materialize(self, asked_by: str) -> Tensor:
         """The dense tensor, in the columns of the mask that the model was given.

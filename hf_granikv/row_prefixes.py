@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hf_granikv.pools import Prefix
 from hf_granikv.pools.row_states import LayerStates
-from hf_granikv.views import PrefixGroup
+from hf_granikv.views import PrefixGroup, PrefixPart
 
 Ints = NDArray[np.int64]
 
@@ -40,6 +40,7 @@ class RowPrefixes:
     leaves: tuple[Prefix | None, ...]
     lengths: Ints
     _readings: list[tuple[Reading, ...]] = field(default_factory=list, repr=False)
+    _parts: dict[int, tuple[PrefixPart, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def whole(cls, leaves: Sequence[Prefix | None]) -> "RowPrefixes":
@@ -111,6 +112,14 @@ class RowPrefixes:
             self._readings.append(self._grouped())
         return self._readings[0]
 
+    def parts(self, layer_idx: int) -> tuple[PrefixPart, ...]:
+        """What a layer has stored of what is read, worked out once, in the order of `readings`."""
+        parts = self._parts.get(layer_idx)
+        if parts is None:
+            parts = tuple(_part(reading, layer_idx) for reading in self.readings())
+            self._parts[layer_idx] = parts
+        return parts
+
     def _grouped(self) -> tuple[Reading, ...]:
         rows_of: dict[tuple[int, Prefix, int], list[int]] = {}
         for row, (leaf, length) in enumerate(zip(self.leaves, self.lengths.tolist(), strict=True)):
@@ -124,6 +133,16 @@ class RowPrefixes:
 
     def _rows(self, rows: list[int]) -> Ints | None:
         return None if len(rows) == self.num_rows else np.array(rows, dtype=np.int64)
+
+
+def _part(reading: Reading, layer_idx: int) -> PrefixPart:
+    group, prefix = reading
+    keys, values = prefix.keys[layer_idx], prefix.values[layer_idx]
+    start = prefix.starts[layer_idx]
+    if group.stop < prefix.stop:
+        num_seen = max(0, group.stop - start)
+        keys, values = keys[:, :num_seen], values[:, :num_seen]
+    return PrefixPart(group, keys, values, start)
 
 
 NO_ROWS = RowPrefixes.whole(())

@@ -53,7 +53,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "accounting": {"state"},
     "recurrent": {"layer", "pools", "state"},
-    "layer": {"lazy", "row_prefixes", "state"},
+    "layer": {"lazy", "state"},
     "identity": set(),
     "known_models": {"identity"},
     "cut_prompts": {"inputs", "row_prefixes"},

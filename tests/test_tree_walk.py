@@ -31,6 +31,8 @@ class TreeWalk(RuleBasedStateMachine):
         self.held: list[Prefix] = []
         self.seals: dict[Prefix, list[tuple[int, int]]] = {}
         self.rows: list[tuple[Prefix | None, list[int]]] = []
+        for ids in ([2, 3, 2], [3]):
+            self.prefill_under(None, ids, None)
 
     @property
     def alive(self) -> set[Prefix]:
@@ -40,7 +42,9 @@ class TreeWalk(RuleBasedStateMachine):
     def prefill(self, data: st.DataObject, ids: list[int], salt: str | None) -> None:
         same = [p for p in self.alive if p.salt == salt]
         same.sort(key=lambda prefix: (prefix.chain_ids.tolist(), len(prefix.chain)))
-        parent = data.draw(st.sampled_from([None, *same]))
+        self.prefill_under(data.draw(st.sampled_from([None, *same])), ids, salt)
+
+    def prefill_under(self, parent: Prefix | None, ids: list[int], salt: str | None) -> None:
         prefix = self.cache.prefill(MODEL, prefix_ids(ids), parent=parent, salt=salt)
         known = [p for p in self.alive if (p.parent, p.token_ids.tolist()) == (parent, ids)]
         known = [p for p in known if p.salt == salt]
@@ -58,14 +62,12 @@ class TreeWalk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(
-        prompts=st.lists(
-            st.tuples(st.sampled_from(SALTS), st.lists(st.integers(2, 3), min_size=1, max_size=9)),
-            min_size=1,
-            max_size=5,
-        ),
-        fails_at=st.sampled_from([None, None, None, 0, 1, NUM_LAYERS]),
+        data=st.data(),
+        num_rows=st.integers(1, 5),
+        fails_at=st.sampled_from([None, None, None, None, 0, 1, NUM_LAYERS]),
     )
-    def generate(self, prompts: list[tuple[str | None, list[int]]], fails_at: int | None) -> None:
+    def generate(self, data: st.DataObject, num_rows: int, fails_at: int | None) -> None:
+        prompts = [self.prompt(data) for _ in range(num_rows)]
         inputs: dict[str, Any] = left_padded([ids for _, ids in prompts])
         self.cache.bind(**inputs, salt=[salt for salt, _ in prompts])
         self.cache._is_user_defined = True
@@ -76,6 +78,17 @@ class TreeWalk(RuleBasedStateMachine):
             self.check_returned()
         elif fails_at:
             self.rows = []
+
+    def prompt(self, data: st.DataObject) -> tuple[str | None, list[int]]:
+        """Mostly what goes on from some prefix, of its tenant or of another."""
+        salt, own = data.draw(st.sampled_from(SALTS)), data.draw(IDS)
+        known = sorted(self.alive, key=lambda p: (p.chain_ids.tolist(), p.salt or ""))
+        read = data.draw(st.sampled_from([None, *known, *known]))
+        if read is None:
+            return salt, own
+        is_exact = data.draw(st.integers(0, 3)) == 0
+        ids = [*read.chain_ids.tolist(), *([] if is_exact else own)]
+        return data.draw(st.sampled_from([salt, read.salt, read.salt])), ids
 
     def longest(self, ids: list[int], salt: str | None) -> Prefix | None:
         """The longest chain by comparing every one, token by token."""

@@ -10,6 +10,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # what each example is about, as its last lines must show it
 SHOWN = {
     "beams_and_sampling": "16 beams",
+    "few_shot": "5 rows over 2 prefixes",
+    "grpo": "8 rows share 3 prefixes",
     "runner": "(computed once)",
     "shared_prefix": "a DynamicCache would hold",
 }
