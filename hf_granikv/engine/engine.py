@@ -16,7 +16,7 @@ from hf_granikv.engine.batch import Batch
 from hf_granikv.engine.figures import EngineFigures
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
-from hf_granikv.engine.memory import NOTHING, Memory
+from hf_granikv.engine.memory import Memory
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.engine.requests import Asked
@@ -123,21 +123,16 @@ class Engine:
         return turn
 
     def memory(self, prefix: Prefix | None = None) -> Memory:
-        """Gives a memory for an agent that reads these prefixes."""
+        """Gives a memory for an agent that reads these prefixes; it goes with the last one who knows it."""
         return self._memories.make(prefix)
-
-    def fork(self, memory: Memory) -> Memory:
-        """Gives another agent's memory that starts with the same tokens, held once for both."""
-        return self._memories.fork(memory)
-
-    def forget(self, memory: Memory) -> None:
-        """Gives back what an agent holds; a turn of it that runs keeps nothing for the next one."""
-        memory.is_closed = True
-        memory.kept = NOTHING
 
     def paused(self) -> AbstractContextManager[object]:
         """Keeps the engine between two steps, for callers that use the model or the cache meanwhile."""
         return self._worker.paused()
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Lets turns that are submitted meanwhile begin with the same step."""
+        return self._worker.gathering()
 
     @property
     def figures(self) -> EngineFigures:
@@ -171,9 +166,14 @@ class Engine:
         with self._worker.paused() as batch:
             batch.check_integrity()
 
-    def close(self) -> None:
-        """Cancels what runs, ends the thread after the step under way, and gives back what agents hold."""
-        self._finalizer()
+    def close(self, because: BaseException | None = None) -> None:
+        """Cancels what runs, ends the thread after the step under way, and gives back what agents hold.
+
+        Args:
+            because: What turns fail with, if they are not to be merely cancelled.
+        """
+        self._finalizer.detach()
+        self._worker.close(because)
         with self.paused():
             self._memories.forget(each.key for each in self._memories.idle())  # type: ignore[misc]
 

@@ -14,7 +14,7 @@ from hf_granikv.pools import Prefix
 class Memories:
     """The memories of an engine, held weakly.
 
-    `make` and `fork` may be called on any thread, everything else on the engine's.
+    `make` may be called on any thread, everything else on the engine's.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,9 @@ class Memories:
 
     def make(self, prefix: Prefix | None, kept: Kept = NOTHING) -> Memory:
         """Gives a memory of an agent that reads these prefixes."""
-        memory = Memory(prefix, kept)
+        memory = Memory(prefix, kept, False, self.make)
         self._new.append(weakref.ref(memory))
         return memory
-
-    def fork(self, memory: Memory) -> Memory:
-        """Gives a memory that starts with the same tokens, held once for both."""
-        return self.make(memory.prefix, memory.kept)
 
     def keep(self, memory: Memory, token_ids: tuple[int, ...], parked: Any) -> None:
         """Notes what a turn has left."""

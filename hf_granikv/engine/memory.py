@@ -1,7 +1,7 @@
 """What an agent keeps in the pools between its turns."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,9 +39,19 @@ class Memory:
         is_closed: Whether nothing is to be kept any more.
     """
 
-    prefix: Prefix | None = None
-    kept: Kept = NOTHING
-    is_closed: bool = False
+    prefix: Prefix | None
+    kept: Kept
+    is_closed: bool
+    _make: Callable[[Prefix | None, Kept], "Memory"] = field(repr=False)
+
+    def fork(self) -> "Memory":
+        """Gives another agent's memory that starts with the same tokens, held once for both."""
+        return self._make(self.prefix, self.kept)
+
+    def close(self) -> None:
+        """Gives back what is held; a turn that runs keeps nothing for the next one."""
+        self.is_closed = True
+        self.kept = NOTHING
 
     @property
     def num_tokens(self) -> int:

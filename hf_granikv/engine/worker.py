@@ -30,6 +30,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._num_pausing = 0
         self._is_closed = False
+        self._because: BaseException | None = None
         # held for each step, and by those who pause
         self._model_lock = threading.RLock()
 
@@ -66,20 +67,30 @@ class Worker:
     @contextlib.contextmanager
     def paused(self) -> Iterator[Batch]:
         """Keeps the thread between two steps while the caller uses the model."""
+        with self.gathering(), self._model_lock:
+            yield self._batch
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Lets no step begin meanwhile, so that what is submitted begins together."""
         with self._changed:
             self._num_pausing += 1
         try:
-            with self._model_lock:
-                yield self._batch
+            yield
         finally:
             with self._changed:
                 self._num_pausing -= 1
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Cancels all turns and ends the thread, after the step under way."""
+    def close(self, because: BaseException | None = None) -> None:
+        """Ends all turns and the thread, after the step under way.
+
+        Args:
+            because: What turns fail with; None cancels them.
+        """
         with self._changed:
             self._is_closed = True
+            self._because = self._because or because
             thread = self._thread
             self._changed.notify_all()
         if thread is not None and thread is not threading.current_thread():
@@ -122,6 +133,8 @@ class Worker:
         with self._model_lock:
             for order in orders:
                 order()
-            if is_closed:
+            if is_closed and self._because is not None:
+                self._batch.fail_all(self._because)
+            elif is_closed:
                 self._batch.cancel_all()
         return not is_closed

@@ -62,7 +62,7 @@ def test_forks_start_from_the_same_tokens_and_part():
     memory = rig.memory()
     first = answered(rig, FIRST, memory)
     held = rig.memories.num_bytes
-    twin = rig.memories.fork(memory)
+    twin = memory.fork()
     assert rig.memories.num_bytes == held
     assert [each.num_tokens for each in rig.memories.idle()] == [12]
     rows = [[*FIRST, *reply(first), *SECOND], [*FIRST, *reply(first), 99, 98]]
@@ -94,7 +94,7 @@ def test_idle_tokens_say_who_waits_for_them():
     waiting = rig.add(FIRST, memory=memory, **LONG)
     assert [each.wanted_by for each in rig.memories.idle([waiting])] == [waiting.order, None]
     # what a fork holds too stays behind when one of the two goes on
-    twin = rig.memories.fork(memory)
+    twin = memory.fork()
     assert [each.wanted_by for each in rig.memories.idle([waiting])] == [None, None]
     assert twin.num_tokens == memory.num_tokens
 
@@ -123,7 +123,7 @@ def test_a_forgotten_agent_gives_its_tokens_back():
 def test_a_closed_memory_keeps_nothing():
     rig = Rig()
     memory = rig.memory()
-    memory.is_closed = True
+    memory.close()
     answered(rig, FIRST, memory)
     assert (memory.num_tokens, rig.rows.num_slots_used) == (0, 0)
 
