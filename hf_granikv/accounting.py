@@ -1,7 +1,11 @@
 """What a cache holds, in bytes of real storages."""
 
+from collections.abc import Sequence
+
+from hf_granikv.pools import Prefix
+from hf_granikv.pools.storage import KeysAndValues
 from hf_granikv.state import CacheState
-from hf_granikv.views import CacheStats
+from hf_granikv.views import CacheStats, LayerKind
 
 
 def stats_of(state: CacheState) -> CacheStats:
@@ -42,19 +46,35 @@ def _counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
+def dense_row_bytes(layers: Sequence[LayerKind], prefix: Prefix, num_tokens: int) -> int:
+    """What a `DynamicCache` would hold for one row.
+
+    Args:
+        layers: Of the model.
+        prefix: Any prefix of the model, for the shapes.
+        num_tokens: Of the whole row.
+    """
+    states = next(iter(prefix.states.values()), ())
+    of_states = sum(t.nbytes for layer in states for t in layer.values())
+    return _dense_bytes(layers, list(zip(prefix.keys, prefix.values, strict=True)), num_tokens) + (
+        of_states
+    )
+
+
 def _dense_bytes_per_row(state: CacheState) -> int:
+    prefix = state.prefixes.any
+    if prefix is None:
+        held = [state.cold.storage(layer_idx) for layer_idx in range(len(state.layers))]
+    else:
+        held = list(zip(prefix.keys, prefix.values, strict=True))
+    return _dense_bytes(state.layers, held, state.num_held)
+
+
+def _dense_bytes(
+    layers: Sequence[LayerKind], held: Sequence[KeysAndValues | None], num_tokens: int
+) -> int:
     num_bytes = 0
-    for layer_idx, layer in enumerate(state.layers):
-        prefix = state.prefixes.any
-        held = (
-            state.cold.storage(layer_idx)
-            if prefix is None
-            else (prefix.keys[layer_idx], prefix.values[layer_idx])
-        )
-        num_tokens = state.num_held
-        if layer.window is not None:
-            num_tokens = min(num_tokens, layer.window.size - 1)
-        num_bytes += num_tokens * sum(
-            t.shape[0] * t.shape[2] * t.element_size() for t in held or ()
-        )
+    for layer, pair in zip(layers, held, strict=True):
+        seen = num_tokens if layer.window is None else min(num_tokens, layer.window.size - 1)
+        num_bytes += seen * sum(t.shape[0] * t.shape[2] * t.element_size() for t in pair or ())
     return num_bytes

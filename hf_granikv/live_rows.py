@@ -250,6 +250,9 @@ class LiveRows:
         self._common.rows.leave(index)
         self._merged[index] = self._merged[-1]
         self._merged.pop()
+        if not self._merged:
+            # nobody is left to grow into the free slots
+            self._common.reset()
 
     def _run(self, segments: list[Segment]) -> list[Tensor]:
         if len(segments) > 1 and self.why_not_packed is None:

@@ -1,12 +1,12 @@
-"""Many agents over one shared text: stored once, answered in one batch per turn."""
+"""Many agents over one shared text: stored once, answered in one batch that they join and leave."""
 
-import logging
-import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+<<<<<<< HEAD
 import torch
 from torch import Tensor
 
@@ -15,54 +15,47 @@ from hf_granikv.announce import device_of_ids
 from hf_granikv.batches import in_batches
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
+=======
+from hf_granikv.agent import Agent, Messages, Reply
+from hf_granikv.answering import Answering, renamed
+>>>>>>> engine
 from hf_granikv.config import CacheOptions
-from hf_granikv.errors import ColdPoolFullError, StalePrefixError
-from hf_granikv.prompts import (
-    Message,
-    SharedText,
-    check_message,
-    left_padded,
-    render,
-    shared_ids,
-    shared_text,
-    suffix_ids,
-)
+from hf_granikv.engine.options import EngineOptions
+from hf_granikv.engine.streams import merged, merged_async
+from hf_granikv.engine.turn import Turn
+from hf_granikv.engine_runs import replies_of
+from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.prompts import Message, shared_ids, shared_text
+from hf_granikv.questions import Question, known_agent, questions_of
 from hf_granikv.report import RunReport
-from hf_granikv.settings import GenerationSettings, padding_id
-from hf_granikv.timing import StepTimer, forward_progress
+from hf_granikv.roster import Roster
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_granikv.pools import Prefix
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """A stored prefix with the text behind it and the cache that serves it."""
-
-    prefix: "Prefix"
-    shared: SharedText
-    ids: list[int]
-    cache: AsymmetricPagedCache
-    prefill_s: float
-
 
 class MultiAgentRunner:
-    """Asks many agents in one batch, with the text that they share stored and computed once.
+    """Asks many agents at once, with the text that they share stored and computed once.
 
     A prompt's ids are always `tok(shared text) + tok(rest of the rendered text,
     add_special_tokens=False)`. Where a tokenizer would merge across that seam (a shared text that ends
     in a space, say) they differ from the ids of the whole text tokenized at once.
+
+    Agents are answered by one engine, on a thread of its own: they join and leave its batch at any
+    token, and keep what was computed of their conversations. Any thread may call, and any event loop.
 
     Args:
         model: A causal language model. Loaded with `attn_implementation="granikv"` it reads the shared
             part once per step; with another one the answers are the same, without the speed.
         tokenizer: The model's tokenizer. Its chat template is used where it has one.
         dispatch: How each step chooses its backend, see `AsymmetricPagedCache`.
-        max_cold_slots: Limit of private tokens held per prefix; None grows as needed.
+        max_cold_slots: Limit of private tokens held, of all agents together; None grows as needed.
+        max_bytes: Limit of their bytes, likewise.
+        max_rows: The most agents that are answered at a time; more wait.
+        max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
+            keeps others waiting.
 
     Raises:
         ValueError: The tokenizer knows more tokens than the model embeds, or an option means nothing.
@@ -75,6 +68,9 @@ class MultiAgentRunner:
         *,
         dispatch: str = "auto",
         max_cold_slots: int | None = None,
+        max_bytes: int | None = None,
+        max_rows: int = 64,
+        max_step_tokens: int = 256,
     ) -> None:
         embedding: Any = model.get_input_embeddings()
         vocab_size = embedding.weight.shape[0]
@@ -85,13 +81,24 @@ class MultiAgentRunner:
             )
         self.model: Any = model
         self.tokenizer = tokenizer
-        self.agents: dict[str, Agent] = {}
+        # of the agents and the tokenizer; the engine has its own
+        self._lock = threading.RLock()
+        self._roster = Roster(self._lock)
+        self.agents = self._roster.all
         try:
-            self._options = CacheOptions(dispatch, max_cold_slots)
+            cache_options = CacheOptions(dispatch, max_cold_slots)
         except ValueError as error:
-            raise ValueError(_in_our_words(error)) from None
-        self._shares: dict[int, _Share] = {}
+            raise ValueError(renamed(str(error))) from None
+        engine_options = EngineOptions(max_bytes, max_rows, max_step_tokens)
+        self._answering = Answering(model, tokenizer, cache_options, engine_options, self._forget)
+        self._shares = self._answering.shares
         self._report = RunReport()
+
+    def __enter__(self) -> "MultiAgentRunner":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def share(self, content: str | Sequence[Message]) -> "Prefix":
         """Computes and stores what many agents will read.
@@ -104,25 +111,41 @@ class MultiAgentRunner:
             ValueError: There is nothing to share, it is no text and no list of messages, or the chat
                 template cannot put it first.
         """
-        shared = shared_text(self.tokenizer, content)
-        return self._compute(shared, shared_ids(self.tokenizer, shared)).prefix
+        with self._lock:
+            shared = shared_text(self.tokenizer, content)
+            ids = shared_ids(self.tokenizer, shared)
+            return self._shares.add(shared, ids, self._answering.alone()).prefix
 
-    def agent(self, name: str, prefix: "Prefix", instructions: str | None = None) -> Agent:
+    def agent(
+        self,
+        name: str,
+        prefix: "Prefix",
+        instructions: str | None = None,
+        **generation_kwargs: Any,
+    ) -> Agent:
         """Adds an agent that reads `prefix`.
+
+        Args:
+            name: Its name.
+            prefix: What `share` has given.
+            instructions: What stands before its first message.
+            generation_kwargs: Arguments of `generate` for its turns, and `seed`; those of a call come
+                first.
 
         Raises:
             ValueError: The name is taken, or another runner stored the prefix.
         """
-        if name in self.agents:
-            raise ValueError(f"an agent named {name!r} is there already; choose another name.")
-        if id(prefix) not in self._shares:
-            raise ValueError(
-                f"agent {name!r} was given a prefix that this runner does not hold (it holds "
-                f"{len(self._shares)}); pass what this runner's share returned, or where the model "
-                "has changed since, the prefix of one of its agents."
-            )
-        agent = self.agents[name] = Agent(name, prefix, instructions)
-        return agent
+        with self._lock:
+            self._roster.check_is_new(name)
+            share = self._shares.of(prefix)
+            if share is None:
+                raise ValueError(
+                    f"agent {name!r} was given a prefix that this runner does not hold (it holds "
+                    f"{len(self._shares)}); pass what this runner's share returned, or where the "
+                    "model has changed since, the prefix of one of its agents."
+                )
+            agent = Agent(name, share, instructions, generation=generation_kwargs)
+            return self._roster.add(agent)
 
     def prompt_ids(self, agent: Agent | str, message: str) -> list[int]:
         """Gives the whole prompt that `run` would send now if `agent` were asked `message`.
@@ -130,26 +153,23 @@ class MultiAgentRunner:
         Raises:
             ValueError: The agent is unknown, or nothing follows the shared text.
         """
-        agent = self._known(agent)
-        check_message(agent.name, message)
-        share = self._shares[id(agent.prefix)]
-        text = render(self.tokenizer, share.shared, agent.conversation(message))
-        suffix = suffix_ids(self.tokenizer, share.shared, text)
-        if not suffix:
-            raise ValueError(
-                f"agent {agent.name!r} has no token after the shared text; give it a message."
-            )
-        return share.ids + suffix
+        with self._lock:
+            return self._answering.prompt_ids(known_agent(self.agents, agent), message)
 
-    def run(self, messages: Messages, **generation_kwargs: Any) -> dict[str, Reply]:
-        """Asks every given agent its message, in one batch per prefix.
+    def run(
+        self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
+    ) -> dict[str, Reply]:
+        """Asks every given agent its message and waits for all replies.
 
-        Models that would read pads as tokens (hybrids) get a batch per length of the prompts.
-        Histories grow only when the whole turn has succeeded. A prefix whose model has changed since
-        is computed anew first; its agents then have another `prefix`.
+        Greedy decoding and sampling run in the engine, each agent as it would alone. Beams and other
+        modes that need several rows, and objects of the caller's own that look at all of them, run in
+        `model.generate`, in one batch per prefix; models that would read pads as tokens (hybrids) get
+        one per length of the prompts. Histories grow only when all have succeeded. A prefix whose model
+        has changed since is computed anew first; its agents then have another `prefix`.
 
         Args:
             messages: The message for each agent, keyed by the agent or its name.
+            seed: Each agent's draws are those of `generate` for it alone after `torch.manual_seed(seed)`.
             generation_kwargs: Passed to `model.generate`. Without `max_new_tokens`, `max_length` and
                 `generation_config`, `max_new_tokens` is 256.
 
@@ -158,34 +178,75 @@ class MultiAgentRunner:
 
         Raises:
             ColdPoolFullError: The turn needs more private tokens than `max_cold_slots`.
-            ValueError: No message, an unknown agent, one asked twice, or an argument of `generate`
-                that this method sets itself or cannot serve.
+            ValueError: No message, an unknown agent, one asked twice or still answering, or an argument
+                of `generate` that this method sets itself or cannot serve.
         """
-        asked = self._resolve(messages)
-        turns: dict[int, dict[str, str]] = {}
-        for name, message in asked.items():
-            turns.setdefault(id(self.agents[name].prefix), {})[name] = message
-        num_rows = max(map(len, turns.values()))
-        settings = GenerationSettings.checked(
-            generation_kwargs, self.model.generation_config, self.tokenizer, num_rows=num_rows
-        )
-        replies: dict[str, Reply] = {}
-        reports: list[RunReport] = []
-        for prefix_id, turn in turns.items():
-            share = self._current(self._shares[prefix_id])
-            prefix_replies, report = self._ask(share, turn, settings)
-            replies.update(prefix_replies)
-            reports.append(report)
-        for name, message in asked.items():
-            answer = {"role": "assistant", "content": replies[name].text}
-            self.agents[name].history += [user_message(message), answer]
-        self._report = RunReport.joined(reports)
-        return {name: replies[name] for name in asked}
+        with self._lock, _runners_words():
+            questions = self._questions(messages, seed, generation_kwargs)
+            started = self._answering.start([each for each in questions if not each.reasons])
+            try:
+                others = [each for each in questions if each.reasons]
+                replies, reports = self._answering.generate(others)
+            except BaseException:
+                started.cancel()
+                raise
+        replies.update((reply.name, reply) for reply in replies_of(started.turns))
+        return self._finish(questions, replies, [*reports, *started.reports()])
+
+    async def arun(
+        self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
+    ) -> dict[str, Reply]:
+        """Does what `run` does without blocking the event loop."""
+        with self._lock, _runners_words():
+            questions = self._questions(messages, seed, generation_kwargs)
+            has_others = any(each.reasons for each in questions)
+            started = self._answering.start([] if has_others else questions)
+        if has_others:
+            return await asyncio.to_thread(self.run, messages, seed=seed, **generation_kwargs)
+        try:
+            found = await asyncio.gather(*started.turns)
+        except BaseException:
+            started.cancel()
+            raise
+        reports = await asyncio.to_thread(started.reports)
+        return self._finish(questions, {reply.name: reply for reply in found}, reports)
+
+    def submit(
+        self, agent: Agent | str, message: str, *, seed: int | None = None, **generation_kwargs: Any
+    ) -> Turn:
+        """Asks one agent, and returns at once.
+
+        The history grows when the answer is there, before the turn is done; if it is cancelled, not.
+
+        Raises:
+            ColdPoolFullError: The turn would not fit even if it were alone.
+            ValueError: As for `run`; or the engine cannot decode this way.
+        """
+        return self._submit({agent: message}, seed, generation_kwargs)[0]
+
+    def stream(
+        self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
+    ) -> Iterator[tuple[str, str]]:
+        """Asks every given agent its message; gives `(name, piece of text)` as pieces come.
+
+        Each history grows when its answer is there. An error is raised when all others have ended.
+        Whoever stops listening cancels what goes on.
+        """
+        turns = self._submit(messages, seed, generation_kwargs)
+        return ((turn.name, piece) for turn, piece in merged(turns))
+
+    def astream(
+        self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
+    ) -> AsyncIterator[tuple[str, str]]:
+        """Does what `stream` does, for `async for`."""
+        turns = self._submit(messages, seed, generation_kwargs)
+        return ((turn.name, piece) async for turn, piece in merged_async(turns))
 
     def report(self) -> RunReport:
         """Gives the figures of the latest successful `run`; all zero before the first."""
         return self._report
 
+<<<<<<< HEAD
     def _compute(self, shared: SharedText, ids: list[int]) -> _Share:
         cache = AsymmetricPagedCache(self.model.config, **asdict(self._options))
         start = time.perf_counter()
@@ -194,21 +255,28 @@ class MultiAgentRunner:
         share = _Share(prefix, shared, ids, cache, time.perf_counter() - start)
         self._shares[id(prefix)] = share
         return share
+=======
+    def close(self) -> None:
+        """Cancels all turns, ends the engine, and gives back what agents hold."""
+        with self._lock:
+            self._answering.close()
+>>>>>>> engine
 
-    def _current(self, share: _Share) -> _Share:
-        """Gives the share as the model is now."""
-        try:
-            share.cache.attach(self.model)
-            return share
-        except StalePrefixError as error:
-            logger.info("a prefix of %d tokens is computed anew: %s", len(share.ids), error)
-        renewed = self._compute(share.shared, share.ids)
-        for agent in self.agents.values():
-            if agent.prefix is share.prefix:
-                agent.prefix = renewed.prefix
-        del self._shares[id(share.prefix)]
-        return renewed
+    def _questions(
+        self, messages: Messages, seed: int | None, kwargs: dict[str, Any]
+    ) -> list[Question]:
+        model, tokenizer = self.model, self.tokenizer
+        questions = questions_of(
+            self.agents, messages, seed, kwargs, model=model, tokenizer=tokenizer
+        )
+        for question in questions:
+            self._roster.check_is_free(question.agent)
+        # everything that may have to be computed anew is, before anything else is
+        for question in questions:
+            self._shares.current(question.agent.share, self._answering.alone())
+        return questions
 
+<<<<<<< HEAD
     def _resolve(self, messages: Messages) -> dict[str, str]:
         if not messages:
             raise ValueError("run was given no messages; pass {agent or name: message, ...}.")
@@ -261,50 +329,35 @@ class MultiAgentRunner:
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     **{**settings.kwargs, **heard, CACHE_ARGUMENT: share.cache},
+=======
+    def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> list[Turn]:
+        with self._lock, _runners_words():
+            questions = self._questions(messages, seed, kwargs)
+            if reasons := dict.fromkeys(reason for each in questions for reason in each.reasons):
+                raise ValueError(
+                    f"an answer that comes piece by piece cannot be decoded with {'; '.join(reasons)}; "
+                    "ask with run, which calls generate for that."
+>>>>>>> engine
                 )
-        except ColdPoolFullError as error:
-            raise ColdPoolFullError(_in_our_words(error)) from error
-        sequences = output if isinstance(output, Tensor) else output.sequences
-        answers = sequences[:, width:].tolist()
-        replies = {
-            name: self._reply(name, answer, len(prompt), limit, settings)
-            for name, answer, prompt in zip(turn, answers, prompts, strict=True)
-        }
-        stats = share.cache.stats()
-        generated_tokens = sum(len(reply.token_ids) for reply in replies.values())
-        report = RunReport(
-            num_agents=len(turn),
-            prefix_tokens=len(share.ids),
-            suffix_tokens=sum(map(len, prompts)) - len(prompts) * len(share.ids),
-            generated_tokens=generated_tokens,
-            decode_steps=timer.decode_steps,
-            decoded_tokens=None if timer.decode_steps is None else generated_tokens - len(turn),
-            prefix_prefill_s=share.prefill_s,
-            suffix_prefill_s=timer.prefill_s,
-            decode_s=timer.decode_s,
-            generate_s=timer.total_s,
-            hot_bytes=stats.hot_bytes,
-            cold_bytes=stats.cold_bytes,
-            dense_equivalent_bytes=stats.dense_equivalent_bytes,
-            backend_steps=dict(Counter(stats.backend_steps) - Counter(steps_before)),
-        )
-        return replies, report
+            return self._answering.start(questions, keeps_history=True).turns
 
-    def _reply(
-        self,
-        name: str,
-        generated: list[int],
-        prompt_tokens: int,
-        limit: int | None,
-        settings: GenerationSettings,
-    ) -> Reply:
-        ids, has_end = settings.answer_ids(generated)
-        is_cut = not has_end and (limit is None or len(ids) >= limit)
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Reply(
-            name, cast("str", text), tuple(ids), prompt_tokens, "length" if is_cut else "stop"
-        )
+    def _finish(
+        self, questions: list[Question], replies: dict[str, Reply], reports: list[RunReport]
+    ) -> dict[str, Reply]:
+        for question in questions:
+            question.heard(replies[question.agent.name])
+        self._report = RunReport.joined(reports)
+        return {each.agent.name: replies[each.agent.name] for each in questions}
+
+    def _forget(self) -> None:
+        for agent in self.agents.values():
+            self._roster.forget(agent)
 
 
-def _in_our_words(error: Exception) -> str:
-    return str(error).replace("cold_slots", "max_cold_slots")
+@contextmanager
+def _runners_words() -> Iterator[None]:
+    """Names the limit as a runner does."""
+    try:
+        yield
+    except ColdPoolFullError as error:
+        raise ColdPoolFullError(renamed(str(error))) from error

@@ -15,13 +15,14 @@ class RunReport:
         num_agents: Agents that were asked.
         prefix_tokens: Tokens of the prefixes they read, each prefix counted once.
         suffix_tokens: Prompt tokens after the prefixes, over all agents.
+        kept_tokens: How many of those the agents held from earlier turns, and nobody computed.
         generated_tokens: Tokens of all answers.
         decode_steps: Forward passes after the one over the suffixes.
         decoded_tokens: Tokens that those passes gave; each answer's first token is not among them.
         prefix_prefill_s: Seconds that the prefixes took when they were shared.
         suffix_prefill_s: Seconds until each agent's first token.
         decode_s: Seconds from there to the last token.
-        generate_s: Seconds inside `generate` altogether.
+        generate_s: Seconds altogether.
         hot_bytes: Bytes of the stored prefixes.
         cold_bytes: Bytes of the agents' private tokens.
         dense_equivalent_bytes: Bytes that a `DynamicCache` would hold for the same rows.
@@ -31,6 +32,7 @@ class RunReport:
     num_agents: int = 0
     prefix_tokens: int = 0
     suffix_tokens: int = 0
+    kept_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int | None = 0
     decoded_tokens: int | None = 0
@@ -97,12 +99,13 @@ class RunReport:
                 f"{self.decode_s:.2f} s in {self.decode_steps} steps "
                 f"({_ms(self.s_per_step)} per step, {_ms(self.s_per_token)} per token)"
             )
+        kept = f" ({self.kept_tokens} held before)" if self.kept_tokens else ""
         suffix = "-" if self.suffix_prefill_s is None else f"{self.suffix_prefill_s:.2f} s"
         return "\n".join(
             [
                 f"{self.num_agents} agents",
                 f"tokens     prefix {self.prefix_tokens} (computed once), "
-                f"suffixes {self.suffix_tokens}, generated {self.generated_tokens}",
+                f"suffixes {self.suffix_tokens}{kept}, generated {self.generated_tokens}",
                 f"prefill    prefix {self.prefix_prefill_s:.2f} s, suffixes {suffix}",
                 f"decode     {decode}",
                 f"generate   {self.generate_s:.2f} s",

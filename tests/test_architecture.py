@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
             "visibility",
         ),
     },
-    "accounting": {"state"},
+    "accounting": {"pools", "state"},
     "recurrent": {"layer", "pools", "state"},
     "layer": {"lazy", "state"},
     "identity": set(),
@@ -102,7 +102,18 @@ ARROWS: dict[str, set[str]] = {
     "report": {"timing"},
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
+    "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools"},
+    "shares": {"cache", "pools", "prompts", "timing"},
+    "generate_runs": {"agent", "batches", "prompts", "report", "settings", "shares", "timing"},
+    "engine_runs": {"accounting", "agent", "engine", "report", "shares"},
+    "questions": {"agent", "engine", "prompts", "settings"},
+    "roster": {"agent"},
+    "answering": {
+        *("agent", "engine", "engine_runs", "generate_runs", "prompts", "questions", "report"),
+        "shares",
+    },
     "multi_agent": {
+<<<<<<< HEAD
         *(
             "agent",
             "announce",
@@ -114,6 +125,10 @@ ARROWS: dict[str, set[str]] = {
             "settings",
             "timing",
         ),
+=======
+        *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
+        *("report", "roster"),
+>>>>>>> engine
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
@@ -154,6 +169,38 @@ def test_imports_follow_the_arrows(file: Path) -> None:
         return
     allowed = ARROWS[room] | SHARED | {room}
     assert rooms_in(imported_modules(file)) <= allowed
+
+
+# within the room of the engine: the schedule knows counts alone, the batch no thread
+ENGINE_ARROWS: dict[str, set[str]] = {
+    "schedule": set(),
+    "preemption": set(),
+    "text": set(),
+    "figures": set(),
+    "memory": set(),
+    "offload": set(),
+    "sampler": set(),
+    "options": set(),
+    "turn": {"text"},
+    "streams": {"turn"},
+    "requests": {"sampler"},
+    "job": {"memory", "offload", "sampler", "schedule", "turn"},
+    "memories": {"job", "memory", "schedule"},
+    "batch": {
+        *("figures", "job", "memories", "memory", "offload", "preemption"),
+        *("sampler", "schedule"),
+    },
+    "worker": {"batch", "job"},
+}
+
+
+@pytest.mark.parametrize("name", ENGINE_ARROWS)
+def test_imports_inside_the_engine_follow_the_arrows(name: str) -> None:
+    modules = imported_modules(PACKAGE / "engine" / f"{name}.py")
+    inside = {m.split(".")[2] for m in modules if m.startswith("hf_granikv.engine.")}
+    assert inside <= ENGINE_ARROWS[name]
+    if name in ("schedule", "preemption", "figures"):
+        assert "torch" not in modules
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

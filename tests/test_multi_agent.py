@@ -313,8 +313,8 @@ def test_prefix_is_computed_once(model):
     )
     runner = new_runner(model, byte_tokenizer())
     runner.run(MESSAGES, max_new_tokens=4, eos_token_id=-1)
-    longest = max(map(len, MESSAGES.values()))
-    assert sum(seen) == len(SHARED) + 3 * longest + 3 * 3
+    suffixes = sum(map(len, MESSAGES.values()))
+    assert sum(seen) == len(SHARED) + suffixes + 3 * 3
 
 
 def test_turns_of_any_size_read_one_prefix(model):

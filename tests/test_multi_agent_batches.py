@@ -5,7 +5,8 @@ from agents import SHARED, byte_tokenizer, llama
 from families import HYBRIDS
 from padded_rows import CASES, COUNTED, Batch, ended
 from prompts import left_padded, new_tokens
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from hf_granikv.multi_agent import MultiAgentRunner
 
@@ -48,23 +49,31 @@ def test_agents_answer_as_alone_though_pads_are_end_tokens(name: str, way: dict)
 # ---- models that would read pads as tokens
 
 
+class AsTheyAre(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+# a processor of the caller's own may look at all rows, so generate runs it
+@pytest.mark.parametrize("num_batches", [1, 3], ids=["engine", "generate"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
-def test_agents_of_a_hybrid_answer_as_alone(family: str) -> None:
+def test_agents_of_a_hybrid_answer_as_alone(family: str, num_batches: int) -> None:
+    way = {"logits_processor": LogitsProcessorList([AsTheyAre()])} if num_batches > 1 else {}
     model = HYBRIDS[family].model(vocab_size=260, attn_implementation="granikv")
     messages = {**MESSAGES, "dee": "Who?", "eve": "What keeps the dog of the bumps"}
     runner = new_runner(model)
     for name in ("dee", "eve"):
         runner.agent(name, runner.agents["bo"].prefix)
     asked = {name: runner.prompt_ids(name, message) for name, message in messages.items()}
-    replies = runner.run(messages, max_new_tokens=6)
+    replies = runner.run(messages, max_new_tokens=6, **way)
     assert list(replies) == list(messages)
     for name, ids in asked.items():
         want = new_tokens(model, left_padded([ids]), num_new=6, use_cache=False)[0]
         assert list(replies[name].token_ids) == want
     report = runner.report()
     assert (report.num_agents, report.prefix_tokens) == (5, len(SHARED))
-    # a step for each token of an answer but the first, in three batches
-    assert (report.generated_tokens, report.decode_steps) == (5 * 6, 3 * 5)
+    # a step for each token of an answer but the first, in each batch
+    assert (report.generated_tokens, report.decode_steps) == (5 * 6, num_batches * 5)
     assert report.hot_bytes == runner.agents["bo"].prefix.num_bytes
 
 

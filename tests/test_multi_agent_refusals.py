@@ -117,10 +117,18 @@ def test_options_are_checked_at_once(model, options, text):
         MultiAgentRunner(model, byte_tokenizer(), **options)
 
 
-def test_full_pool_names_the_runners_argument(model):
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ({}, "the budget is 8 for all; raise max_cold_slots or max_bytes"),
+        ({"num_beams": 2}, "max_cold_slots=8, .* raise max_cold_slots"),
+    ],
+    ids=["engine", "generate"],
+)
+def test_full_pool_names_the_runners_argument(model, way, text):
     runner = new_runner(model, byte_tokenizer(), max_cold_slots=8)
-    with pytest.raises(ColdPoolFullError, match=r"max_cold_slots=8, .* raise max_cold_slots"):
-        runner.run(MESSAGES, max_new_tokens=4)
+    with pytest.raises(ColdPoolFullError, match=text):
+        runner.run(MESSAGES, max_new_tokens=4, **way)
     assert runner.agents["ann"].history == []
 
 

@@ -102,9 +102,9 @@ def test_logits_stay_within_rounding_whatever_is_kept_of_them(
             torch.testing.assert_close(got[row, -num:], want, atol=1e-4, rtol=1e-4)
 
 
-@every_case
+@pytest.mark.parametrize("attention", ["granikv", "sdpa"])
 @every_family
-@pytest.mark.parametrize("prefix_len", [1, 5, 20])
+@pytest.mark.parametrize("prefix_len", [1, 20])
 def test_candidates_are_judged_right(family: str, attention: str, prefix_len: int) -> None:
     model, rows = built(family, attention), [REPEATING]
     held = prefilled(model, REPEATING[:prefix_len])

@@ -1,0 +1,169 @@
+"""How a runner has questions answered: by its engine, or by `generate` in batches."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from hf_granikv.agent import Agent, Reply
+from hf_granikv.config import CacheOptions
+from hf_granikv.engine.engine import Engine
+from hf_granikv.engine.options import EngineOptions
+from hf_granikv.engine.turn import Turn
+from hf_granikv.engine_runs import EngineRun
+from hf_granikv.generate_runs import generated
+from hf_granikv.prompts import check_message, render, suffix_ids
+from hf_granikv.questions import Question
+from hf_granikv.report import RunReport
+from hf_granikv.shares import Share, Shares
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Turns on their way, and what they were asked.
+
+    Attributes:
+        questions: One for each turn.
+        turns: The turns.
+        run: Takes their figures; None if there are none.
+    """
+
+    questions: list[Question]
+    turns: list[Turn]
+    run: EngineRun | None
+
+    def cancel(self) -> None:
+        """Cancels all turns."""
+        for turn in self.turns:
+            turn.cancel()
+
+    def reports(self) -> list[RunReport]:
+        """Gives the figures, when all turns are done."""
+        shares = [each.agent.share for each in self.questions]
+        return [] if self.run is None else [self.run.report(self.turns, shares)]
+
+
+class Answering:
+    """The model of a runner, with what is stored for it and who runs it.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        cache_options: Of the cache.
+        engine_options: Of the engine.
+        forgets: Called when the model has changed, so that everything computed is void.
+
+    Attributes:
+        shares: The texts that agents read.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        cache_options: CacheOptions,
+        engine_options: EngineOptions,
+        forgets: Callable[[], None],
+    ) -> None:
+        self.shares = Shares(model, cache_options, self._start_over)
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = engine_options
+        self._forgets = forgets
+        self._engine: Engine | None = None
+        self._is_closed = False
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Entered by whoever uses the model outside of the engine."""
+        return nullcontext() if self._engine is None else self._engine.paused()
+
+    def prompt_ids(self, agent: Agent, message: str) -> list[int]:
+        """Gives the whole prompt of an agent that is asked `message`.
+
+        Raises:
+            ValueError: Nothing follows the shared text.
+        """
+        check_message(agent.name, message)
+        share: Share = agent.share
+        text = render(self._tokenizer, share.shared, agent.conversation(message))
+        suffix = suffix_ids(self._tokenizer, share.shared, text)
+        if not suffix:
+            raise ValueError(
+                f"agent {agent.name!r} has no token after the shared text; give it a message."
+            )
+        return share.ids + suffix
+
+    def start(self, questions: list[Question], *, keeps_history: bool = False) -> Started:
+        """Hands questions to the engine; if one of them cannot be, the others are cancelled.
+
+        Args:
+            questions: What it can answer.
+            keeps_history: Whether each agent's history grows with its answer.
+        """
+        if not questions:
+            return Started([], [], None)
+        engine = self._running_engine()
+        started = Started(questions, [], EngineRun(engine))
+        try:
+            with engine.gathering():
+                for question in questions:
+                    started.turns.append(self._submitted(engine, question, keeps_history))
+        except BaseException:
+            started.cancel()
+            raise
+        return started
+
+    def generate(self, questions: list[Question]) -> tuple[dict[str, Reply], list[RunReport]]:
+        """Answers questions with `generate`, one batch for each text and each set of arguments."""
+        batches: dict[tuple[int, int], list[Question]] = {}
+        for each in questions:
+            batches.setdefault((id(each.agent.share), id(each.settings)), []).append(each)
+        replies: dict[str, Reply] = {}
+        reports: list[RunReport] = []
+        for batch in batches.values():
+            prompts = {each.agent.name: self.prompt_ids(each.agent, each.message) for each in batch}
+            share, settings = batch[0].agent.share, batch[0].settings
+            with self.alone():
+                found, report = generated(self._model, self._tokenizer, share, prompts, settings)
+            replies.update(found)
+            reports.append(report)
+        return replies, reports
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._is_closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def _submitted(self, engine: Engine, question: Question, keeps_history: bool) -> Turn:
+        agent = question.agent
+        if agent._memory is None:
+            agent._memory = engine.memory(agent.prefix)
+        agent._turn = engine.submit(
+            self.prompt_ids(agent, question.message),
+            memory=agent._memory,
+            name=agent.name,
+            seed=question.seed,
+            on_end=question.heard if keeps_history else None,
+            **question.settings.kwargs,
+        )
+        turn: Turn = agent._turn
+        return turn
+
+    def _running_engine(self) -> Engine:
+        if self._is_closed:
+            raise RuntimeError("the runner is closed; make another one.")
+        if self._engine is None:
+            self._engine = Engine(self._model, self.shares.cache, self._tokenizer, self._options)
+        return self._engine
+
+    def _start_over(self, error: Exception) -> None:
+        self._forgets()
+        if self._engine is not None:
+            self._engine.close(error)
+            self._engine = None
+
+
+def renamed(text: str) -> str:
+    """Gives a text about `cold_slots` with the name that a runner has for them."""
+    return text.replace("cold_slots", "max_cold_slots").replace("max_max_", "max_")

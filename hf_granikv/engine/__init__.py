@@ -1,0 +1,1 @@
+"""A batch that lives: turns join and leave it between decode steps."""

@@ -1,0 +1,293 @@
+"""The batch that lives: turns join, leave, wait and resume between its steps. One thread only."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from hf_granikv.engine.figures import EngineFigures
+from hf_granikv.engine.job import Job
+from hf_granikv.engine.memories import Memories
+from hf_granikv.engine.memory import NOTHING, Memory, num_common
+from hf_granikv.engine.offload import OffloadedRow
+from hf_granikv.engine.preemption import PreemptionCost
+from hf_granikv.engine.sampler import most_probable
+from hf_granikv.engine.schedule import Limits, Moves, Seat, next_moves, step_feeds
+from hf_granikv.errors import ColdPoolFullError, TornStateError
+from hf_granikv.live_rows import LiveRows, Row
+
+logger = logging.getLogger(__name__)
+
+
+class Batch:
+    """Runs turns over rows, one step at a time.
+
+    ```
+    step   next_moves   evict what is idle, preempt the youngest, admit those that wait
+           step_feeds   one token for each running answer, chunks for prompts
+           forward      all of it at once; who breaks it is found, fails, and the others go on
+           choose       a token for each row whose ids are all computed
+    ```
+
+    Args:
+        rows: Holds and computes the rows.
+        limits: What they may take.
+        memories: What idle agents keep.
+        cost: Of the ways to preempt.
+    """
+
+    def __init__(
+        self, rows: LiveRows, limits: Limits, memories: Memories, cost: PreemptionCost | None = None
+    ) -> None:
+        self.figures = EngineFigures()
+        self.limits = limits
+        self._rows = rows
+        self._memories = memories
+        self._cost = cost or PreemptionCost()
+        # what has been found to fit, where that is less than what was allowed
+        self._learned = limits
+        self._orders = itertools.count()
+        self._waiting: dict[int, Job] = {}
+        self._running: dict[int, Job] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no turn waits or runs."""
+        return not self._waiting and not self._running
+
+    def add(self, job: Job) -> None:
+        """Lets a turn wait, behind all others."""
+        job.order = next(self._orders)
+        self._waiting[job.order] = job
+
+    def cancel(self, job: Job) -> None:
+        """Ends a turn that waits or runs; its agent keeps what it has."""
+        if self._waiting.get(job.order) is job or self._running.get(job.order) is job:
+            self._leave(job, lambda: job.turn.end("cancelled"))
+
+    def cancel_all(self) -> None:
+        """Ends all turns."""
+        for job in [*self._waiting.values(), *self._running.values()]:
+            self.cancel(job)
+
+    def fail_all(self, error: BaseException) -> None:
+        """Ends all turns with an error, and drops their rows."""
+        for job in [*self._waiting.values(), *self._running.values()]:
+            self._fail(job, error)
+
+    def step(self) -> None:
+        """Runs one forward pass, with what has to be moved before and chosen after it."""
+        idle = []
+        if self._learned.max_tokens is not None:
+            idle = self._memories.idle(self._waiting.values())
+        waiting_seats = [job.seat for job in self._waiting.values()]
+        self._move(next_moves(self._learned, self._seats(), waiting_seats, idle))
+        feeds = step_feeds(self._learned, self._seats())
+        began_s = time.perf_counter()
+        logits = self._computed({self._running[order]: n for order, n in feeds.items()})
+        self.figures.num_steps += bool(logits)
+        ready = [job for job in logits if job.num_held == len(job.token_ids)]
+        for job, token_id in self._chosen(ready, logits):
+            self._take(job, token_id)
+        if (num_fed := sum(feeds.values())) >= 4 * len(feeds) > 0:
+            speed = num_fed / (time.perf_counter() - began_s)
+            self._cost = replace(self._cost, tokens_per_s=speed)
+        if self.is_empty:
+            self._learned = self.limits
+        self._note_held()
+
+    def check_integrity(self) -> None:
+        """Checks the pools, and that they hold what the turns think.
+
+        Raises:
+            IntegrityError: With the broken equation in numbers.
+        """
+        self._rows.check_integrity()
+        for job in self._running.values():
+            assert self._rows.num_tokens(job.row) == job.num_held
+        assert self._rows.num_slots_used >= sum(job.num_held for job in self._running.values())
+
+    def _seats(self) -> list[Seat]:
+        return [job.seat for job in self._running.values()]
+
+    def _move(self, moves: Moves) -> None:
+        self.figures.num_evictions += self._memories.forget(moves.evicted)  # type: ignore[arg-type]
+        for order in moves.preempted:
+            self._preempt(self._running[order])
+        for order in moves.admitted:
+            job = self._waiting[order]
+            try:
+                self._start(job)
+            except ColdPoolFullError as error:
+                self._give_way(job, 1, error)
+                return
+            except Exception as error:
+                self._fail(job, error)
+
+    def _start(self, job: Job) -> None:
+        if job.offloaded is not None:
+            parked = job.offloaded.restored()
+            row, num_held = self._rows.start(job.prefix, parked), parked.num_tokens
+        else:
+            row, num_held = self._resumed(job)
+            self.figures.kept_tokens += num_held
+            job.turn.kept_tokens += num_held
+        if job.memory is not None:
+            job.memory.kept = NOTHING
+        job.row, job.num_held, job.offloaded = row, num_held, None
+        self._running[job.order] = self._waiting.pop(job.order)
+
+    def _resumed(self, job: Job) -> tuple[Row, int]:
+        """Gives a row with what the memory of a job holds of its ids, and how much that is."""
+        kept = NOTHING if job.memory is None else job.memory.kept
+        num_kept = num_common(kept.token_ids, job.token_ids)
+        if kept.parked is not None and num_kept:
+            row = self._rows.start(job.prefix, kept.parked)
+            try:
+                self._rows.crop(row, kept.parked.num_tokens - num_kept)
+                return row, num_kept
+            except ValueError:
+                # states that have read further cannot be taken back
+                self._rows.drop(row)
+        return self._rows.start(job.prefix), 0
+
+    def _preempt(self, job: Job, *, may_keep: bool = True) -> None:
+        may_keep = may_keep and self._cost.frees_budget
+        if may_keep and self._cost.keeps(job.num_held, job.num_held * self._rows.bytes_per_token):
+            job.offloaded = OffloadedRow.of(self._rows.park(job.row))
+        else:
+            self._rows.drop(job.row)
+        job.row, job.num_held = None, 0
+        self._waiting[job.order] = self._running.pop(job.order)
+        self.figures.num_preemptions += 1
+
+    def _computed(self, feeds: Mapping[Job, int]) -> dict[Job, Tensor]:
+        """Computes the next ids of some turns; those that cannot be are dealt with and left out."""
+        logits: dict[Job, Tensor] = {}
+        together = {job: count for job, count in feeds.items() if not job.is_suspect}
+        apart = [{job: count} for job, count in feeds.items() if job.is_suspect]
+        for group in (together, *apart):
+            # an earlier group may have sent it away
+            if group and all(job.row is not None for job in group):
+                logits |= self._computed_at_once(group)
+        return logits
+
+    def _computed_at_once(self, feeds: Mapping[Job, int]) -> dict[Job, Tensor]:
+        try:
+            found = self._rows.forward({job.row: job.next_ids(n) for job, n in feeds.items()})
+        except Exception as error:
+            youngest, count = max(feeds.items(), key=lambda item: item[0].order)
+            if _is_out_of_memory(error):
+                self._give_way(youngest, count, error)
+            elif len(feeds) > 1:
+                logger.debug("a step of %d rows failed (%s); each runs alone", len(feeds), error)
+                for job in feeds:
+                    job.is_suspect = True
+                return self._computed(feeds)
+            elif isinstance(error, TornStateError):
+                # another row's failure has cost it the states it had
+                self._preempt(youngest, may_keep=False)
+            else:
+                self._fail(youngest, error)
+            return {}
+        for job, count in feeds.items():
+            job.is_suspect = False
+            num_again = job.holds_more(count)
+            job.turn.computed_tokens += num_again
+            self.figures.computed_tokens += count
+            self.figures.prompt_tokens += num_again
+        return {job: found[job.row] for job in feeds}
+
+    def _give_way(self, job: Job, count: int, error: Exception) -> None:
+        """Makes room that the budget said was there: of idle agents, of younger turns, of chunks."""
+        if idle := self._memories.idle():
+            self.figures.num_evictions += self._memories.forget(each.key for each in idle)  # type: ignore[misc]
+        elif {job.order} != self._running.keys() and self._running:
+            together = {job, *self._running.values()}
+            num_tokens = sum(len(each.token_ids) for each in together)
+            self._learned = replace(self._learned, max_tokens=num_tokens - 1)
+            if job.row is not None:
+                self._preempt(self._running[max(self._running)], may_keep=False)
+        elif count > 1:
+            self._learned = replace(self._learned, max_step_tokens=count // 2)
+        else:
+            self._fail(job, error)
+            return
+        logger.info("a step did not fit and is tried again with less: %s", error)
+
+    def _chosen(
+        self, ready: Sequence[Job], logits: Mapping[Job, Tensor]
+    ) -> Iterable[tuple[Job, int]]:
+        """Chooses a token for each turn, with one wait for the device."""
+        plain = [job for job in ready if job.sampler.is_plain]
+        drawn: dict[Job, Tensor] = {}
+        if plain:
+            drawn.update(zip(plain, most_probable([logits[job] for job in plain]), strict=True))
+        for job in ready:
+            if job in drawn:
+                continue
+            try:
+                drawn[job] = job.sampler.choose(logits[job])
+            except Exception as error:
+                self._fail(job, error)
+        if not drawn:
+            return []
+        device = next(iter(drawn.values())).device
+        tokens: list[int] = torch.stack([t.to(device) for t in drawn.values()]).tolist()
+        return list(zip(drawn, tokens, strict=True))
+
+    def _take(self, job: Job, token_id: int) -> None:
+        try:
+            reason = job.sampler.take(token_id)
+        except Exception as error:
+            self._fail(job, error)
+            return
+        job.token_ids.append(token_id)
+        self.figures.generated_tokens += 1
+        job.turn.put(token_id, self.figures.num_steps)
+        if reason is not None:
+            self._leave(job, lambda: job.turn.end(reason))
+
+    def _fail(self, job: Job, error: BaseException) -> None:
+        # a row that something has gone wrong with is not kept
+        if job.row is not None:
+            self._rows.drop(job.row)
+            job.row = None
+        self._leave(job, lambda: job.turn.fail(error))
+
+    def _leave(self, job: Job, tell: Callable[[], None]) -> None:
+        self._waiting.pop(job.order, None)
+        self._running.pop(job.order, None)
+        row, job.row, job.offloaded = job.row, None, None
+        if row is not None and job.num_held and _keeps(job.memory):
+            held = tuple(job.token_ids[: job.num_held])
+            try:
+                self._memories.keep(job.memory, held, self._rows.park(row))
+            except Exception:
+                logger.info("the tokens of a turn could not be kept", exc_info=True)
+                self._rows.drop(row)
+        elif row is not None:
+            self._rows.drop(row)
+        self.figures.num_turns += 1
+        tell()
+
+    def _note_held(self) -> None:
+        held = sum(job.num_held for job in self._running.values())
+        held += sum(tokens.num_tokens for tokens in self._memories.idle())
+        self.figures.held_tokens = held
+        self.figures.peak_tokens = max(self.figures.peak_tokens, held)
+
+
+def _keeps(memory: Memory | None) -> TypeGuard[Memory]:
+    return memory is not None and not memory.is_closed
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    kinds = (ColdPoolFullError, torch.OutOfMemoryError, MemoryError)
+    # torch's allocator on the CPU has no error of its own
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

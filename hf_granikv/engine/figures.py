@@ -1,0 +1,32 @@
+"""What an engine has done since it was made."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineFigures:
+    """Counts of an engine; they only grow, but for what is held now.
+
+    Attributes:
+        num_steps: Forward passes.
+        num_turns: Turns that ended, in whatever way.
+        computed_tokens: Tokens computed: of prompts, of answers, and again after a preemption.
+        prompt_tokens: Those of prompts among them, and those computed again.
+        kept_tokens: Prompt tokens that needed no computation, since the agent held them.
+        generated_tokens: Tokens of answers.
+        num_preemptions: How often a running turn had to wait again.
+        num_evictions: How often an idle agent's tokens were dropped.
+        held_tokens: Private tokens held now, those of idle agents included.
+        peak_tokens: The most that were held at the end of a step.
+    """
+
+    num_steps: int = 0
+    num_turns: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    kept_tokens: int = 0
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_evictions: int = 0
+    held_tokens: int = 0
+    peak_tokens: int = 0
