@@ -44,15 +44,19 @@ class LiveRows:
     Args:
         model: The model; its prefixes were computed with it.
         cache: Holds the prefixes. Its own rows are not touched.
+        max_slots: The most private tokens, where that is less than the `cold_slots` of the cache.
 
     Raises:
         StalePrefixError: If the model is not that of the prefixes.
 
     Attributes:
+        num_slots_limit: The most private tokens; None for no limit.
         why_not_packed: Why steps take several forwards; None if they take one.
     """
 
-    def __init__(self, model: nn.Module, cache: AsymmetricPagedCache) -> None:
+    def __init__(
+        self, model: nn.Module, cache: AsymmetricPagedCache, *, max_slots: int | None = None
+    ) -> None:
         self._model: Any = cache.attach(model)
         self._prefixes = cache
         served = ServedModel.from_config(self._model.config)
@@ -62,12 +66,9 @@ class LiveRows:
         self._alone: list[Row] = []
         self._common = cache.fork()
         self._common.reset()
+        limits = [n for n in (max_slots, cache.rows.options.cold_slots) if n is not None]
+        self.num_slots_limit = min(limits, default=None)
         self._open(self._common)
-
-    @property
-    def num_slots_limit(self) -> int | None:
-        """The most private tokens; None for no limit."""
-        return self._common.rows.options.cold_slots
 
     @property
     def num_slots_used(self) -> int:
@@ -195,6 +196,7 @@ class LiveRows:
         """Makes a cache one of this batch."""
         state = cache.rows
         state.is_live, state.needs_mask = True, self.why_not_packed is not None
+        state.cold.limit = self.num_slots_limit
         if cache is not self._common:
             state.journal = self._common.rows.journal
         return cache

@@ -136,9 +136,7 @@ def test_fifty_turns_among_eight_agents_leak_nothing(model, max_cold_slots):
         hot, start = prefix.num_bytes, held(runner)
         said, most = dict.fromkeys(names, "Begin."), 0
         for turn in range(50):
-            asked = {
-                name: f"{turn}: {said[names[i - 1]][:3]}" for i, name in enumerate(names)
-            }
+            asked = {name: f"{turn}: {said[names[i - 1]][:3]}" for i, name in enumerate(names)}
             prompts = {name: runner.prompt_ids(name, text) for name, text in asked.items()}
             replies = runner.run(asked, max_new_tokens=3, eos_token_id=None)
             said = {name: reply.text for name, reply in replies.items()}
@@ -334,7 +332,7 @@ def test_an_interrupt_cancels_a_run(runner, monkeypatch):
 def test_a_budget_of_bytes_is_kept(model):
     prompts = {name: len(message) + 9 for name, message in MESSAGES.items()}
     # 256 bytes per token, and room for two of three
-    with new_runner(model, byte_tokenizer(), max_bytes=256 * 60) as runner:
+    with new_runner(model, byte_tokenizer(), max_bytes=2 * 256 * 60) as runner:
         wanted = new_runner(model, byte_tokenizer()).run(MESSAGES, **LONG)
         assert runner.run(MESSAGES, **LONG) == wanted
         assert sum(prompts.values()) > 60 >= runner._answering._engine.figures.peak_tokens

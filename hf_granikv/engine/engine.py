@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from hf_granikv.agent import Reply
-from hf_granikv.announce import transformers_model
+from hf_granikv.announce import device_of_ids, transformers_model
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.engine.batch import Batch
 from hf_granikv.engine.figures import EngineFigures
@@ -60,11 +60,12 @@ class Engine:
         options = options or EngineOptions()
         self._model = model
         self._tokenizer = tokenizer
-        self._rows = LiveRows(model, cache)
-        max_tokens = _max_tokens(self._rows, options.max_bytes)
-        self._limits = Limits(max_tokens, options.max_rows, options.max_step_tokens)
+        max_slots = _max_slots(model, cache, options.max_bytes)
+        self._rows = LiveRows(model, cache, max_slots=max_slots)
+        limit = self._rows.num_slots_limit
+        self._limits = Limits(limit, options.max_rows, options.max_step_tokens)
         self._memories = Memories()
-        is_on_host = transformers_model(model).device.type == "cpu"
+        is_on_host = device_of_ids(transformers_model(model)).type == "cpu"
         cost = PreemptionCost(frees_budget=not is_on_host)
         batch = Batch(self._rows, self._limits, self._memories, cost)
         self._figures = batch.figures
@@ -181,27 +182,20 @@ class Engine:
         self._worker.cancel(job)
 
 
-def _max_tokens(rows: LiveRows, max_bytes: int | None) -> int | None:
-    limits = [] if rows.num_slots_limit is None else [rows.num_slots_limit]
-    if max_bytes is not None:
-        token_bytes = _token_bytes(rows)
-        if max_bytes < token_bytes:
-            raise ValueError(
-                f"max_bytes is {max_bytes}, one private token takes {token_bytes}; raise it."
-            )
-        limits.append(max_bytes // token_bytes)
-    return min(limits, default=None)
-
-
-def _token_bytes(rows: LiveRows) -> int:
-    if not rows.bytes_per_token:
-        # known once a row has stored a token
-        probe = rows.start(None)
-        rows.forward({probe: [0]})
-        num_bytes = rows.bytes_per_token
-        rows.drop(probe)
-        return num_bytes
-    return rows.bytes_per_token
+def _max_slots(model: nn.Module, cache: AsymmetricPagedCache, max_bytes: int | None) -> int | None:
+    """How many private tokens fit, with as many free slots as their pool may come to hold."""
+    if max_bytes is None:
+        return None
+    rows = LiveRows(model, cache)
+    probe = rows.start(None)
+    rows.forward({probe: [0]})
+    num_slots = max_bytes // (2 * rows.bytes_per_token)
+    if not num_slots:
+        raise ValueError(
+            f"max_bytes is {max_bytes}, one private token takes {rows.bytes_per_token} and as much "
+            "again for free slots; raise it."
+        )
+    return num_slots
 
 
 def _check_prompt(ids: list[int], prefix: Prefix | None) -> None:
