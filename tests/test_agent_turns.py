@@ -294,7 +294,7 @@ def test_what_does_not_come_piece_by_piece_is_refused(runner):
     for ask in (runner.stream, runner.astream):
         with pytest.raises(ValueError, match="cannot be decoded with num_beams=2; ask with run"):
             ask(MESSAGES, num_beams=2)
-    with pytest.raises(ValueError, match="assistant_model=.*; ask with run"):
+    with pytest.raises(ValueError, match=r"assistant_model=.*; ask with run"):
         runner.submit("ann", "Why?", assistant_model=object())
 
 
