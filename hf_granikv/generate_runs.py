@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.agent import Reply
+from hf_granikv.announce import device_of_ids
 from hf_granikv.batches import in_batches
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.prompts import left_padded
@@ -62,7 +63,7 @@ def _batch(
 ) -> Answered:
     prompts, cache = list(turn.values()), share.cache
     ids, mask = left_padded(prompts, padding_id(tokenizer))
-    width = ids.shape[1]
+    width, device = ids.shape[1], device_of_ids(model)
     limit = settings.max_new_tokens(width)
     cache.bind(torch.tensor([share.ids] * len(prompts)), salt=share.salt)
 
@@ -71,8 +72,8 @@ def _batch(
     steps_before = dict(cache.stats().backend_steps)
     with timer:
         output = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             **{**settings.kwargs, **heard, CACHE_ARGUMENT: cache},
         )
     sequences = output if isinstance(output, Tensor) else output.sequences

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_granikv.announce import forward_parameters
+from hf_granikv.announce import device_of_ids, forward_parameters
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
@@ -223,7 +223,7 @@ class LiveRows:
         return self.why_not_packed is None or not self._has_states
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:
-        return torch.tensor([list(feeds[row]) for row in rows], device=self._model.device)
+        return torch.tensor([list(feeds[row]) for row in rows], device=device_of_ids(self._model))
 
     def _set_apart(self, row: Row) -> None:
         if row._alone is not None:

@@ -6,19 +6,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
-import torch
-from torch import Tensor
-
-from hf_granikv.agent import Agent, Messages, Reply, user_message
-from hf_granikv.announce import device_of_ids
-from hf_granikv.batches import in_batches
-from hf_granikv.cache import AsymmetricPagedCache
-from hf_granikv.compat import CACHE_ARGUMENT
-=======
 from hf_granikv.agent import Agent, Messages, Reply
 from hf_granikv.answering import Answering, renamed
->>>>>>> engine
 from hf_granikv.config import CacheOptions
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.streams import merged, merged_async
@@ -246,21 +235,10 @@ class MultiAgentRunner:
         """Gives the figures of the latest successful `run`; all zero before the first."""
         return self._report
 
-<<<<<<< HEAD
-    def _compute(self, shared: SharedText, ids: list[int]) -> _Share:
-        cache = AsymmetricPagedCache(self.model.config, **asdict(self._options))
-        start = time.perf_counter()
-        with forward_progress(self.model, f"granikv prefix of {len(ids)} tokens"):
-            prefix = cache.prefill(self.model, torch.tensor([ids]))
-        share = _Share(prefix, shared, ids, cache, time.perf_counter() - start)
-        self._shares[id(prefix)] = share
-        return share
-=======
     def close(self) -> None:
         """Cancels all turns, ends the engine, and gives back what agents hold."""
         with self._lock:
             self._answering.close()
->>>>>>> engine
 
     def _questions(
         self, messages: Messages, seed: int | None, kwargs: dict[str, Any]
@@ -276,60 +254,6 @@ class MultiAgentRunner:
             self._shares.current(question.agent.share, self._answering.alone())
         return questions
 
-<<<<<<< HEAD
-    def _resolve(self, messages: Messages) -> dict[str, str]:
-        if not messages:
-            raise ValueError("run was given no messages; pass {agent or name: message, ...}.")
-        asked: dict[str, str] = {}
-        for key, message in messages.items():
-            name = self._known(key).name
-            if name in asked:
-                raise ValueError(f"agent {name!r} was asked twice; pass it or its name, once.")
-            check_message(name, message)
-            asked[name] = message
-        return asked
-
-    def _known(self, agent: Agent | str) -> Agent:
-        name: Any = getattr(agent, "name", agent)
-        known = self.agents.get(name)
-        if known is None or agent not in (name, known):
-            names = ", ".join(self.agents) or "none"
-            raise ValueError(f"agent {name!r} is unknown; known: {names}. Add it with agent().")
-        return known
-
-    def _ask(
-        self, share: _Share, turn: dict[str, str], settings: GenerationSettings
-    ) -> tuple[dict[str, Reply], RunReport]:
-        prompts = {name: self.prompt_ids(name, message) for name, message in turn.items()}
-        width = max(map(len, prompts.values()))
-        limit = settings.max_new_tokens(width)
-        num_columns = None if limit is None else width + limit
-        replies: dict[str, Reply] = {}
-        reports: list[RunReport] = []
-        for batch in in_batches(self.model, prompts, num_columns):
-            batch_replies, report = self._answer(share, batch, settings)
-            replies.update(batch_replies)
-            reports.append(report)
-        return replies, RunReport.of_batches(reports)
-
-    def _answer(
-        self, share: _Share, turn: dict[str, list[int]], settings: GenerationSettings
-    ) -> tuple[dict[str, Reply], RunReport]:
-        prompts = list(turn.values())
-        ids, mask = left_padded(prompts, padding_id(self.tokenizer))
-        width, device = ids.shape[1], device_of_ids(self.model)
-        limit = settings.max_new_tokens(width)
-
-        timer = StepTimer(settings.kwargs.get("streamer"), limit)
-        heard = {"streamer": timer} if settings.takes_streamer else {}
-        steps_before = dict(share.cache.stats().backend_steps)
-        try:
-            with timer:
-                output = self.model.generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device),
-                    **{**settings.kwargs, **heard, CACHE_ARGUMENT: share.cache},
-=======
     def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> list[Turn]:
         with self._lock, _runners_words():
             questions = self._questions(messages, seed, kwargs)
@@ -337,7 +261,6 @@ class MultiAgentRunner:
                 raise ValueError(
                     f"an answer that comes piece by piece cannot be decoded with {'; '.join(reasons)}; "
                     "ask with run, which calls generate for that."
->>>>>>> engine
                 )
             return self._answering.start(questions, keeps_history=True).turns
 

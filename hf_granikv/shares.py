@@ -121,7 +121,7 @@ class Shares:
         start = time.perf_counter()
         title = f"granikv prefix of {len(ids)} tokens"
         with alone or nullcontext(), forward_progress(self._model, title):
-            tensor = torch.tensor([ids], device=self._model.device)
+            tensor = torch.tensor([ids])
             prefix = self.cache.prefill(self._model, tensor, salt=salt)
         return prefix, time.perf_counter() - start
 

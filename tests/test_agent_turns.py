@@ -136,9 +136,7 @@ def test_fifty_turns_among_eight_agents_leak_nothing(model, max_cold_slots):
         hot, start = prefix.num_bytes, held(runner)
         said, most = dict.fromkeys(names, "Begin."), 0
         for turn in range(50):
-            asked = {
-                name: f"{turn}: {said[names[i - 1]][:3]}" for i, name in enumerate(names)
-            }
+            asked = {name: f"{turn}: {said[names[i - 1]][:3]}" for i, name in enumerate(names)}
             prompts = {name: runner.prompt_ids(name, text) for name, text in asked.items()}
             replies = runner.run(asked, max_new_tokens=3, eos_token_id=None)
             said = {name: reply.text for name, reply in replies.items()}
@@ -296,7 +294,7 @@ def test_what_does_not_come_piece_by_piece_is_refused(runner):
     for ask in (runner.stream, runner.astream):
         with pytest.raises(ValueError, match="cannot be decoded with num_beams=2; ask with run"):
             ask(MESSAGES, num_beams=2)
-    with pytest.raises(ValueError, match="assistant_model=.*; ask with run"):
+    with pytest.raises(ValueError, match=r"assistant_model=.*; ask with run"):
         runner.submit("ann", "Why?", assistant_model=object())
 
 

@@ -104,7 +104,16 @@ ARROWS: dict[str, set[str]] = {
     "batches": {"announce", "layer_kinds"},
     "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools"},
     "shares": {"cache", "pools", "prompts", "timing"},
-    "generate_runs": {"agent", "batches", "prompts", "report", "settings", "shares", "timing"},
+    "generate_runs": {
+        "announce",
+        "agent",
+        "batches",
+        "prompts",
+        "report",
+        "settings",
+        "shares",
+        "timing",
+    },
     "engine_runs": {"accounting", "agent", "engine", "report", "shares"},
     "questions": {"agent", "engine", "prompts", "settings"},
     "roster": {"agent"},
@@ -113,22 +122,8 @@ ARROWS: dict[str, set[str]] = {
         "shares",
     },
     "multi_agent": {
-<<<<<<< HEAD
-        *(
-            "agent",
-            "announce",
-            "batches",
-            "cache",
-            "pools",
-            "prompts",
-            "report",
-            "settings",
-            "timing",
-        ),
-=======
         *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
         *("report", "roster"),
->>>>>>> engine
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerationMode, StopStringCriteria
 
-from hf_granikv.announce import transformers_model
+from hf_granikv.announce import device_of_ids, transformers_model
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.engine.sampler import Sampler
 
@@ -146,7 +146,7 @@ class Asked:
         asked.generation_config = _without_cache_or_strings(self._model.generation_config)
         if kwargs.get("generation_config") is not None:
             kwargs["generation_config"] = _without_cache_or_strings(kwargs["generation_config"])
-        ids = torch.tensor([list(token_ids)], device=self._model.device)
+        ids = torch.tensor([list(token_ids)], device=device_of_ids(self._model))
         taken: dict[str, Any] = asked.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
