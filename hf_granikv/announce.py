@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -36,6 +37,15 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def device_of_ids(model: PreTrainedModel) -> torch.device:
+    """Where the token ids of a forward pass are expected.
+
+    Offloaded weights are on no device until they run; accelerate then brings ids to them.
+    """
+    device: torch.device = next(model.get_input_embeddings().parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def attach_hook(model: PreTrainedModel) -> None:
     """Makes forward passes of a model announce themselves to the caches of this package."""
     if announce_forward not in model._forward_pre_hooks.values():
@@ -43,6 +53,7 @@ def attach_hook(model: PreTrainedModel) -> None:
         model.register_forward_hook(settle_forward, with_kwargs=True, always_call=True)
 
 
+@torch.compiler.disable
 def announce_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -63,6 +74,7 @@ def announce_forward(
     return (), rewritten
 
 
+@torch.compiler.disable
 def settle_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:

@@ -24,6 +24,7 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, granikv_mask)
 
 
+@torch.compiler.disable
 def granikv_attention(
     module: nn.Module,
     query: Tensor,
@@ -72,6 +73,10 @@ def granikv_attention(
             return step_attention(query, step_of(key, value), rule), None
         key = key.materialize(f"granikv ({', '.join(reasons)})")
         value = value.materialize(f"granikv ({', '.join(reasons)})")
+    if attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs):
+        # a model that cuts queries after the mask was made; SDPA would align them at the upper left
+        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])[None, None]
     if softcap is None and s_aux is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -84,6 +89,11 @@ def granikv_attention(
             "attn_implementation='eager'."
         )
     return _in_one_piece(query, key, value, attention_mask, rule), None
+
+
+def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def _packed(

@@ -11,7 +11,7 @@ from hf_granikv.accounting import described, stats_of
 from hf_granikv.announce import attach_hook, transformers_model
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.config import CacheOptions
-from hf_granikv.cut_prompts import is_asked_by_generate
+from hf_granikv.cut_prompts import counts_positions_itself, is_asked_by_generate
 from hf_granikv.forward_reader import ForwardReader
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
@@ -238,10 +238,11 @@ class AsymmetricPagedCache(LoadingCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held: of the prefix and since."""
-        if self._state.is_generation_pending:
-            caller = sys._getframe(1)
-            if is_asked_by_generate(caller):
-                return self._reader.first_column(caller)
+        caller = sys._getframe(1)
+        if self._state.prefixes and counts_positions_itself(caller):
+            return 0
+        if self._state.is_generation_pending and is_asked_by_generate(caller):
+            return self._reader.first_column(caller)
         return super().get_seq_length(layer_idx)
 
     @property
@@ -291,5 +292,6 @@ class AsymmetricPagedCache(LoadingCache):
 
     def _adopt(self, state: CacheState) -> None:
         self._state = state
+        state.returns_contiguous = self._served.views_keys
         self._reader = ForwardReader(state, self._served, self._models)
         super().__init__(layers=build_layers(state))

@@ -33,9 +33,17 @@ def is_asked_by_generate(caller: FrameType) -> bool:
     transformers may still refuse the call it has marked the cache for; then nobody but `generate`
     may be told that the cache is empty.
     """
-    # some models have a preparation of their own, in their own module
-    is_own = caller.f_code.co_name == "_prepare_position_ids_for_generation"
-    return is_own or caller.f_globals.get("__name__") == _GENERATE_MODULE
+    return counts_positions_itself(caller) or caller.f_globals.get("__name__") == _GENERATE_MODULE
+
+
+def counts_positions_itself(caller: FrameType) -> bool:
+    """Whether the caller is a model's own preparation of positions, in its own module.
+
+    `generate` calls it before it marks the cache, and what a model adds for images of the call
+    before must not get into the positions of a prompt that starts anew.
+    """
+    is_preparation = caller.f_code.co_name == "_prepare_position_ids_for_generation"
+    return is_preparation and caller.f_globals.get("__name__") != _GENERATE_MODULE
 
 
 @dataclass(slots=True)

@@ -58,8 +58,8 @@ class ForwardReader:
         state.is_generation_pending = False
         if kwargs.get("use_cache") is False:
             raise ValueError(
-                "use_cache=False was given together with a cache that holds a prefix; leave one of "
-                "them out."
+                "use_cache=False was given, or stands in the model's generation_config, together with "
+                "a cache that holds a prefix; pass use_cache=True, or leave the cache out."
             )
         num_rows, _ = shape_of(kwargs)
         held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None

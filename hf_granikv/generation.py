@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
-from hf_granikv.announce import forward_parameters
+from hf_granikv.announce import device_of_ids, forward_parameters
 from hf_granikv.attention import ATTENTION_NAME
 from hf_granikv.backends import BACKENDS
 from hf_granikv.cache import AsymmetricPagedCache
@@ -211,7 +211,7 @@ def _levels(
 
 
 def _gain_s(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> float:
-    text_config, device_type = model.config.get_text_config(decoder=True), model.device.type
+    text_config, device_type = model.config.get_text_config(decoder=True), device_of_ids(model).type
     attention = text_config._attn_implementation
     if attention != ATTENTION_NAME or torch.is_autocast_enabled(device_type):
         raise _NotSharedError(

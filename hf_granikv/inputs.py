@@ -20,6 +20,7 @@ from hf_granikv.prompt_checks import (
     Ints,
     check_contains_prefix,
     check_embeds,
+    check_images,
     check_positions,
 )
 from hf_granikv.row_prefixes import RowPrefixes
@@ -102,6 +103,7 @@ def read_generation(
         kwargs = {**kwargs, "attention_mask": torch.from_numpy(mask)}
         return read_forward(kwargs, held)
     lengths = hidden + is_real.sum(1)
+    check_images(kwargs)
     check_contains_prefix(kwargs, lengths, is_real, hidden, starts)
     check_positions(kwargs, hidden[:, None] + is_real.cumsum(1) - 1, is_real)
     if embeds_of is not None:

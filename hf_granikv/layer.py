@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -27,6 +28,8 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the pools allocate when the first tokens are written."""
 
+    # its bookkeeping is no matter of tensors, which a compiler would trace into
+    @torch.compiler.disable
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -61,7 +64,10 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         if not by_parts:
             if state.num_columns == step.plan.q_len:
                 return key_states, value_states
-            return state.cold.read(layer_idx)
+            keys, values = state.cold.read(layer_idx)
+            if state.returns_contiguous:
+                keys, values = keys.contiguous(), values.contiguous()
+            return keys, values
         layer_step = LayerStep(
             layer_idx,
             step.plan,

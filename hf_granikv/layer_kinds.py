@@ -21,6 +21,8 @@ from hf_granikv.views import LayerKind, Window
 _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
 # once there are more keys than these keep, two forwards give other results than one, with any cache
 _CHOOSE_KEYS = {"doge": "keep_window_size"}
+# these call view on keys and values, which DynamicCache returns contiguous
+_VIEWS_KEYS = ("gpt_neox_japanese",)
 # without position_ids, these count positions from the mask, as they should
 _POSITIONS_FROM_MASK = ("bloom",)
 
@@ -62,8 +64,7 @@ class ServedModel:
         config = config.get_text_config(decoder=True)
         model_type = config.model_type
         layers = tuple(
-            _kind(config, layer_idx, layer)
-            for layer_idx, layer in enumerate(DynamicCache(config=config).layers)
+            _kind(config, layer_idx, layer) for layer_idx, layer in enumerate(_stock_layers(config))
         )
         has_states = any(layer.num_states for layer in layers)
         if has_states and not any(layer.stores and layer.window is None for layer in layers):
@@ -122,6 +123,11 @@ class ServedModel:
                     f"layer {layer_idx} of {name} is {its}, the cache was built for {ours}; build "
                     "the cache from model.config."
                 )
+
+    @property
+    def views_keys(self) -> bool:
+        """Whether the model needs contiguous keys and values."""
+        return self.model_type in _VIEWS_KEYS
 
     @property
     def has_states(self) -> bool:
@@ -258,9 +264,25 @@ def _kind(config: PreTrainedConfig, layer_idx: int, layer: Any) -> LayerKind:
     ):
         return LayerKind(window=Window(layer.sliding_window, name == "chunked_attention"))
     kind = stateful_kind(config.model_type, name, layer)
-    if kind is not None:
-        return kind
-    raise ValueError(
+    if kind is None:
+        raise _not_served(config, layer_idx, name)
+    return kind
+
+
+def _stock_layers(config: PreTrainedConfig) -> list[Any]:
+    try:
+        return DynamicCache(config=config).layers
+    except KeyError as error:
+        # kinds that a model's own module registers are not known before that is imported
+        (name,) = error.args
+        kinds = list(getattr(config, "layer_types", None) or [])
+        if name not in kinds:
+            raise
+        raise _not_served(config, kinds.index(name), name) from None
+
+
+def _not_served(config: PreTrainedConfig, layer_idx: int, name: str) -> ValueError:
+    return ValueError(
         f"layer {layer_idx} of {config.model_type} is of kind {name}; this cache serves "
         "full_attention, sliding_attention and chunked_attention layers, and layers with states in "
         f"{', '.join(EXACT_HYBRIDS)}. Use DynamicCache for this model."

@@ -34,6 +34,9 @@ def granikv_mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
     config_type: Any = type(config)
     if not _has_interface(config_type):
         return eager_mask(config=config, **kwargs)
+    if not _supports_sdpa(config_type):
+        # the layers of such models need not say that they are causal; then no mask means none
+        kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(config=config, **kwargs)
     if mask is not None and (
         marks := _window_of(kwargs["mask_function"], kwargs.get("local_size"))
@@ -78,7 +81,16 @@ _UNMARKED = object()
 
 @cache
 def _has_interface(config_type: type) -> bool:
-    if config_type not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return True
-    model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_type]
-    return bool(model_type._can_set_attn_implementation())
+    model_type = _model_type(config_type)
+    return model_type is None or bool(model_type._can_set_attn_implementation())
+
+
+@cache
+def _supports_sdpa(config_type: type) -> bool:
+    model_type = _model_type(config_type)
+    return model_type is None or bool(model_type._supports_sdpa)
+
+
+def _model_type(config_type: type) -> Any:
+    is_mapped = config_type in MODEL_FOR_CAUSAL_LM_MAPPING
+    return MODEL_FOR_CAUSAL_LM_MAPPING[config_type] if is_mapped else None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.agent import Agent, Messages, Reply, user_message
+from hf_granikv.announce import device_of_ids
 from hf_granikv.batches import in_batches
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
@@ -189,7 +190,7 @@ class MultiAgentRunner:
         cache = AsymmetricPagedCache(self.model.config, **asdict(self._options))
         start = time.perf_counter()
         with forward_progress(self.model, f"granikv prefix of {len(ids)} tokens"):
-            prefix = cache.prefill(self.model, torch.tensor([ids], device=self.model.device))
+            prefix = cache.prefill(self.model, torch.tensor([ids]))
         share = _Share(prefix, shared, ids, cache, time.perf_counter() - start)
         self._shares[id(prefix)] = share
         return share
@@ -248,7 +249,7 @@ class MultiAgentRunner:
     ) -> tuple[dict[str, Reply], RunReport]:
         prompts = list(turn.values())
         ids, mask = left_padded(prompts, padding_id(self.tokenizer))
-        width = ids.shape[1]
+        width, device = ids.shape[1], device_of_ids(self.model)
         limit = settings.max_new_tokens(width)
 
         timer = StepTimer(settings.kwargs.get("streamer"), limit)
@@ -257,8 +258,8 @@ class MultiAgentRunner:
         try:
             with timer:
                 output = self.model.generate(
-                    input_ids=ids.to(self.model.device),
-                    attention_mask=mask.to(self.model.device),
+                    input_ids=ids.to(device),
+                    attention_mask=mask.to(device),
                     **{**settings.kwargs, **heard, CACHE_ARGUMENT: share.cache},
                 )
         except ColdPoolFullError as error:

@@ -14,6 +14,9 @@ from hf_granikv.row_prefixes import RowPrefixes
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
+# arguments that bring images or videos, whatever a model calls them
+_WORDS_OF_IMAGES = ("pixel_values", "image", "video", "vision", "mm_encoder")
+
 
 def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> None:
     """Checks that positions of the caller's own are those counted from the mask.
@@ -27,9 +30,14 @@ def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> No
         ValueError: Naming the first that differs.
     """
     given = kwargs.get("position_ids")
-    if given is None or given.ndim != 2:
+    if given is None or given.ndim not in (2, 3):
         return
     differs = is_real & (given.cpu().numpy() != counted)
+    if differs.any() and given.ndim == 3:
+        raise ValueError(
+            "position_ids count an image or a video of the prompt in several dimensions; a prefix "
+            "is stored with positions of text. Give prompts with images no cache of this kind."
+        )
     if differs.any():
         row, column = np.argwhere(differs)[0]
         at = given.expand(len(counted), -1)[row, column]
@@ -37,6 +45,22 @@ def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> No
             f"position_ids has {at} at new column {column} of row {row}, which is token "
             f"{counted[row, column]} of the row; a prefix is stored with positions counted from 0. "
             "Leave position_ids out."
+        )
+
+
+def check_images(kwargs: dict[str, Any]) -> None:
+    """Checks that no tokens of an image see each other.
+
+    Raises:
+        ValueError: If `token_type_ids` says so of tokens of an image.
+    """
+    types = kwargs.get("token_type_ids")
+    of_images = [name for name in kwargs if any(word in name for word in _WORDS_OF_IMAGES)]
+    has_images = any(kwargs[name] is not None for name in of_images)
+    if has_images and types is not None and bool(types.any()):
+        raise ValueError(
+            "token_type_ids marks tokens of an image, which see each other in this model; over a "
+            "prefix they would not. Give prompts with images no cache of this kind."
         )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_granikv.announce import forward_parameters
+from hf_granikv.announce import device_of_ids, forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.pools.row_states import LayerStates
@@ -68,8 +68,8 @@ def record(
     Raises:
         ValueError: If the model does not keep its keys and values in the cache it is given.
     """
-    num_tokens, embedding = ids.shape[1], model.get_input_embeddings()
-    ids = ids.to(next(embedding.parameters()).device)
+    num_tokens, ids = ids.shape[1], ids.to(device_of_ids(model))
+    has_windows = any(kind.window is not None for kind in kinds)
     recorder = extended or _fresh(model, kinds)
     stateful = [recorder.layers[i] for i, kind in enumerate(kinds) if kind.num_states]
     # rows may always compute the whole prefix again
@@ -77,6 +77,9 @@ def record(
     recorded = {num_tokens - NUM_REPEATED, num_tokens} if stateful else {num_tokens}
     done = 0
     for stop in _stops(num_tokens, chunk_size or num_tokens, recorded, has_states=bool(stateful)):
+        if isinstance(recorder, DynamicCache) and has_windows and done:
+            # back to what windows still see: older versions make masks for no more than that
+            recorder.crop(0)
         _run(model, ids[:, done:stop], start + done, recorder)
         done = stop
         if stateful and stop in recorded:
@@ -143,7 +146,9 @@ def _kept(
     keys, values = (
         layer.private() if isinstance(layer, AsymmetricPagedLayer) else (layer.keys, layer.values)
     )
-    if keys is None or values is None or keys.shape[2] != num_tokens:
+    # where the windows are cropped to, the layer still knows how many there were
+    is_ours = isinstance(layer, AsymmetricPagedLayer)
+    if keys is None or values is None or (not is_ours and layer.get_seq_length() != num_tokens):
         raise ValueError(
             f"{type(model).__name__} does not keep its keys and values in the cache it is given; "
             "it cannot be served."
@@ -151,4 +156,5 @@ def _kept(
     first = 0
     if kind.window is not None:
         first = max(0, kind.window.first_reached(start + num_tokens - 1) - start)
-    return keys[0, :, first:], values[0, :, first:]
+    num_kept = num_tokens - first
+    return keys[0, :, keys.shape[2] - num_kept :], values[0, :, values.shape[2] - num_kept :]

@@ -39,6 +39,7 @@ class CacheState(BatchRows):
         peak_bytes: The most that rows of batches before this one held, since the last release.
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
+        returns_contiguous: Whether keys and values without a prefix are copied to be contiguous.
         needs_mask: Whether models are given the mask of rows that come and go.
         is_live: Whether rows come and go: the inputs of forwards are read even without a prefix.
     """
@@ -54,6 +55,7 @@ class CacheState(BatchRows):
         self.num_cropped = 0
         self.step_id = 0
         self.is_generation_pending = False
+        self.returns_contiguous = False
         self.needs_mask = True
         self.is_live = False
         self._staged: Layout | None = None

@@ -1,6 +1,6 @@
 """Attention of one layer in one forward pass: prefixes once per group, suffix per row, merged."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -150,6 +150,8 @@ def finished(states: list[AttentionState], query: Tensor, rule: ScoreRule) -> Te
 
 
 def _prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> _StepWork:
+    if query.shape[2] != step.plan.q_len:
+        step = replace(step, plan=step.plan.of_last_queries(query.shape[2]))
     plan, window = step.plan, step.window
     levels: dict[int, list[_PartWork]] = {}
     for part_idx, part in enumerate(step.parts):

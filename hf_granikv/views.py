@@ -1,6 +1,6 @@
 """Frozen records that rooms show each other."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,6 +163,17 @@ class StepPlan:
     dispatch: str
     journal: Journal
     scratch: dict[Any, Any] = field(default_factory=dict)
+
+    def of_last_queries(self, q_len: int) -> "StepPlan":
+        """The plan for a layer that is given the last queries of each row only."""
+        mask = self.suffix_mask
+        return replace(
+            self,
+            q_len=q_len,
+            suffix_mask=None if mask is None else mask[:, :, -q_len:],
+            positions=self.positions[:, -q_len:],
+            is_token=self.is_token[:, -q_len:],
+        )
 
     @property
     def longest_prefix(self) -> int:

@@ -26,10 +26,10 @@ SHARED = "The tide table of Vaskelo, in four parts. "
 MESSAGES = {"ann": "When is high water?", "bo": "Why?", "cy": "Who keeps the log of the pumps?"}
 
 
-def byte_tokenizer(chat_template=None, pad_token="<pad>"):
+def byte_tokenizer(chat_template=None, pad_token="<pad>", merges=()):
     special = ["<pad>", "<bos>", "<eos>", "<|im_start|>"]
-    vocab = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, []))
+    vocab = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(

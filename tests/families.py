@@ -142,6 +142,19 @@ LOCAL: dict[str, Family] = {
     ),
     "cohere2": Family("Cohere2Config", {"head_dim": 8, **_SLIDING}),
     "qwen2-sliding": Family("Qwen2Config", {"use_sliding_window": True, **_SLIDING}),
+    # heads of another width in full layers, and keys that are values too
+    "gemma4": Family(
+        "Gemma4TextConfig",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+            **_SLIDING,
+        },
+    ),
     "gemma3n": Family(
         "Gemma3nTextConfig",
         {

@@ -103,7 +103,17 @@ ARROWS: dict[str, set[str]] = {
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
     "multi_agent": {
-        *("agent", "batches", "cache", "pools", "prompts", "report", "settings", "timing"),
+        *(
+            "agent",
+            "announce",
+            "batches",
+            "cache",
+            "pools",
+            "prompts",
+            "report",
+            "settings",
+            "timing",
+        ),
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
