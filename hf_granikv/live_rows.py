@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_granikv.announce import forward_parameters
+from hf_granikv.announce import device_of_ids, forward_parameters
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
@@ -207,11 +207,8 @@ class LiveRows:
             if len(feeds.get(row, ())) != 1:
                 self._set_apart(row)
         for row in list(self._alone):
-            if (
-                self._may_merge
-                and len(feeds.get(row, ())) == 1
-                and self._cache_of(row).rows.num_rows
-            ):
+            has_one = len(feeds.get(row, ())) == 1
+            if self._may_merge and has_one and self._cache_of(row).rows.num_rows:
                 self._common.rows.join(self._cache_of(row).rows.park(0))
                 self._alone.remove(row)
                 self._merged.append(row)
@@ -225,7 +222,7 @@ class LiveRows:
         return self.why_not_packed is None or not self._has_states
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:
-        return torch.tensor([list(feeds[row]) for row in rows], device=self._model.device)
+        return torch.tensor([list(feeds[row]) for row in rows], device=device_of_ids(self._model))
 
     def _set_apart(self, row: Row) -> None:
         if row._alone is not None:
@@ -253,7 +250,6 @@ class LiveRows:
         self._merged[index] = self._merged[-1]
         self._merged.pop()
         if not self._merged:
-            # nobody is left to grow into the free slots
             self._common.reset()
 
     def _run(self, segments: list[Segment]) -> list[Tensor]:

@@ -69,8 +69,8 @@ class LoadingCache(RowsCache):
             PrefixFileError: If the file is not there, holds no prefix, is truncated or altered, or
                 belongs to another model; naming the first difference.
             StalePrefixError: If the cache holds prefixes that another model has computed.
-            ValueError: If the model does not go with the config of the cache, or the cache holds
-                rows that started without any prefix.
+            ValueError: If the model does not go with the config of the cache, part of it is offloaded,
+                or the cache holds rows that started without any prefix.
         """
         inner, held, layers = transformers_model(model), self._state.prefixes, self._served.layers
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)

@@ -134,7 +134,8 @@ class Prefix:
             PrefixFileError: If something is at `path`, or there is no folder to put it in.
             StalePrefixError: If the model that computed it has changed since or is gone, or
                 `cache.invalidate` was called.
-            ValueError: If the prefix was made by no cache.
+            ValueError: If the prefix was made by no cache, or part of its model is offloaded or says
+                other things in each process.
         """
         if self.saver is None:
             raise ValueError(
