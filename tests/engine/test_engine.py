@@ -19,12 +19,14 @@ class Gate:
 
     def __init__(self, model):
         self.model, self.permits, self.is_open = model, threading.Semaphore(0), False
+        self.is_reached = threading.Event()
 
     def __enter__(self):
         self.hook = self.model.register_forward_pre_hook(self.wait)
         return self
 
     def wait(self, *_):
+        self.is_reached.set()
         if not self.is_open:
             assert self.permits.acquire(timeout=WAIT_S)
 
@@ -183,6 +185,7 @@ def test_a_pause_waits_for_the_step_under_way(engine):
             with engine.paused():
                 entered.set()
 
+        assert gate.is_reached.wait(WAIT_S)
         pausing = threading.Thread(target=pause)
         pausing.start()
         assert not entered.wait(0.2)
