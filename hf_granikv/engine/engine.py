@@ -154,9 +154,8 @@ class Engine:
 
     @property
     def backend_steps(self) -> dict[str, int]:
-        """How many steps each backend has run."""
-        with self.paused():
-            return self._rows.backend_steps
+        """How many steps each backend has run; goes on changing while turns run."""
+        return self._rows.backend_steps
 
     def check_integrity(self) -> None:
         """Checks the pools, between two steps.

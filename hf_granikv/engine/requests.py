@@ -5,6 +5,7 @@ Processors and stopping criteria are those that `model.generate` prepares: it is
 """
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ _OTHER_MODES: dict[str, tuple[Any, ...]] = {
     "streamer": (None,),
     "prefill_chunk_size": (None,),
 }
-_NO_ROWS = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
+_STOP_STRINGS = threading.Lock()
+_ONE_ROW = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE}
 
 
 class Asked:
@@ -112,7 +114,7 @@ class Asked:
         taken = self._prepared(token_ids, tokenizer)
         config: GenerationConfig = taken["generation_config"]
         # what this transformers version adds to the modes known above
-        if (mode := config.get_generation_mode()) not in _NO_ROWS or len(taken["input_ids"]) > 1:
+        if (mode := config.get_generation_mode()) not in _ONE_ROW or len(taken["input_ids"]) > 1:
             raise ValueError(
                 f"the generation mode is {mode.value} of {len(taken['input_ids'])} rows; the engine "
                 "runs greedy decoding and sampling of one answer per turn."
@@ -137,7 +139,9 @@ class Asked:
         criteria = list(kwargs.get("stopping_criteria") or ())
         strings = self.get("stop_strings")
         if strings and not any(type(each) is StopStringCriteria for each in criteria):
-            criteria.append(StopStringCriteria(kwargs.get("tokenizer") or tokenizer, strings))
+            # transformers keeps what it works out for a vocabulary in one dict for all threads
+            with _STOP_STRINGS:
+                criteria.append(StopStringCriteria(kwargs.get("tokenizer") or tokenizer, strings))
         kwargs |= {"stopping_criteria": StoppingCriteriaList(criteria)}
         for name in ("stop_strings", "tokenizer"):
             kwargs.pop(name, None)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -12,6 +13,8 @@ from hf_granikv.engine.text import TextPieces, decoded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 
 class Turn:
@@ -155,7 +158,7 @@ class Turn:
         return TurnReader(self, self._tokenizer)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Has a function called on the engine's thread whenever something has changed; it must not fail."""
+        """Has a function called on the engine's thread whenever something has changed."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -215,7 +218,11 @@ class Turn:
             self._changed.notify_all()
             listeners = list(self._listeners)
         for listener in listeners:
-            listener()
+            try:
+                listener()
+            except Exception:
+                # the engine serves others as well
+                logger.exception("a listener of %r failed", self)
 
     def _heard(self) -> asyncio.Event:
         """An event of the running loop that is set whenever something has changed."""

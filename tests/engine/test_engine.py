@@ -146,6 +146,16 @@ def test_what_hangs_on_a_reply_is_done_before_the_turn_is(engine):
     assert seen[0][1] is False
 
 
+def test_a_listener_that_fails_disturbs_nobody(engine):
+    def broken():
+        raise OSError("the screen is gone")
+
+    turns = [ask(engine, text, max_new_tokens=40) for text in ("Why?", "Who?")]
+    turns[0].listen(broken)
+    for turn in turns:
+        assert turn.result(WAIT_S).token_ids[:12] == alone(turn.name, **LONG)
+
+
 def test_a_broken_engine_fails_its_turns_and_serves_the_next(engine, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("no schedule")

@@ -1,0 +1,79 @@
+"""An agent that joins while others are being answered: how long each waits for its tokens.
+
+python examples/living_batch.py [--model HuggingFaceTB/SmolLM2-135M-Instruct]
+"""
+
+import argparse
+import time
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from hf_granikv import MultiAgentRunner
+
+DOCUMENT = "The mill turns when the tide turns. Margit was lowered in June, Bruna in August. " * 10
+LETTER = "I write to you about the sluice, which has not been mended since the spring. " * 6
+
+
+def tiny_model_and_tokenizer() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    vocab = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocab),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        attn_implementation="granikv",
+    )
+    return LlamaForCausalLM(config).eval(), tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="folder or hub id; default: a tiny random model")
+    arguments = parser.parse_args()
+
+    if arguments.model:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        model = AutoModelForCausalLM.from_pretrained(
+            arguments.model, dtype=torch.float32, attn_implementation="granikv"
+        )
+    else:
+        model, tokenizer = tiny_model_and_tokenizer()
+
+    with MultiAgentRunner(model, tokenizer, max_step_tokens=64) as runner:
+        prefix = runner.share(DOCUMENT)
+        for name in ("historian", "engineer", "newcomer"):
+            runner.agent(name, prefix, max_new_tokens=40, do_sample=True, seed=7)
+        early = [runner.submit(name, "What turns?") for name in ("historian", "engineer")]
+        came_s: list[float] = []
+        early[0].listen(lambda: came_s.append(time.perf_counter()))
+        next(iter(early[0]))
+        late = runner.submit("newcomer", LETTER, max_new_tokens=8)
+        for turn in (*early, late):
+            reply = turn.result()
+            print(f"{reply.name}: {len(reply.token_ids)} tokens, {reply.text[:40]!r}")
+        gaps_ms = sorted(1000 * (b - a) for a, b in zip(came_s, came_s[1:], strict=False))
+        print(
+            f"the historian waited {gaps_ms[len(gaps_ms) // 2]:.1f} ms for a token, at most "
+            f"{gaps_ms[-1]:.1f} ms while the newcomer's {late.computed_tokens} tokens were computed"
+        )
+
+
+if __name__ == "__main__":
+    main()
