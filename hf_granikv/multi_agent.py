@@ -250,8 +250,8 @@ class MultiAgentRunner:
         for question in questions:
             self._roster.check_is_free(question.agent)
         # everything that may have to be computed anew is, before anything else is
-        for question in questions:
-            self._shares.current(question.agent.share, self._answering.alone())
+        for share in dict.fromkeys(question.agent.share for question in questions):
+            self._shares.current(share, self._answering.alone())
         return questions
 
     def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> list[Turn]:

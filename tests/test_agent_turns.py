@@ -123,8 +123,10 @@ def test_reset_and_close_give_everything_back(runner):
     runner.agent("cy", ann.prefix)
 
 
-@pytest.mark.parametrize("max_cold_slots", [None, 700], ids=["all_held", "budget"])
-def test_fifty_turns_among_eight_agents_leak_nothing(model, max_cold_slots):
+@pytest.mark.parametrize(
+    ("num_turns", "max_cold_slots"), [(50, None), (15, 700)], ids=["all_held", "budget"]
+)
+def test_many_turns_among_eight_agents_leak_nothing(model, num_turns, max_cold_slots):
     """Each agent is told what another one has said; with a budget they lose tokens in between."""
     names = [f"agent-{i}" for i in range(8)]
     tokenizer = byte_tokenizer(CHATML)
@@ -135,25 +137,25 @@ def test_fifty_turns_among_eight_agents_leak_nothing(model, max_cold_slots):
             runner.agent(name, prefix, f"You are {name}.")
         hot, start = prefix.num_bytes, held(runner)
         said, most = dict.fromkeys(names, "Begin."), 0
-        for turn in range(50):
+        for turn in range(num_turns):
             asked = {name: f"{turn}: {said[names[i - 1]][:3]}" for i, name in enumerate(names)}
             prompts = {name: runner.prompt_ids(name, text) for name, text in asked.items()}
             replies = runner.run(asked, max_new_tokens=3, eos_token_id=None)
             said = {name: reply.text for name, reply in replies.items()}
             most = max(most, held(runner))
-            if turn % 7 == 0 or turn == 49:
+            if turn % 7 == 0 or turn == num_turns - 1:
                 runner._answering._engine.check_integrity()
                 name = names[turn % 8]
                 wanted = alone(runner, prompts[name], max_new_tokens=3)
                 assert replies[name].token_ids == wanted
-            if turn == 30:
+            if turn == num_turns // 2:
                 # a conversation that starts again in the middle
                 runner.agents[names[0]].reset()
             # answers of old turns are cut, so that prompts stay within the model's positions
             for agent in runner.agents.values():
                 del agent.history[:-8]
         figures = runner._answering._engine.figures
-        assert figures.num_turns == 50 * 8
+        assert figures.num_turns == num_turns * 8
         assert (figures.num_evictions > 0) == (max_cold_slots is not None)
         for agent in list(runner.agents.values()):
             agent.close()
