@@ -5,6 +5,7 @@ python examples/living_batch.py [--model HuggingFaceTB/SmolLM2-135M-Instruct]
 
 import argparse
 import time
+from itertools import pairwise
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -31,15 +32,9 @@ def tiny_model_and_tokenizer() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFas
         tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocab),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        attn_implementation="granikv",
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": len(vocab)}
+    config = LlamaConfig(**sizes, **heads, attn_implementation="granikv")
     return LlamaForCausalLM(config).eval(), tokenizer
 
 
@@ -47,7 +42,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder or hub id; default: a tiny random model")
     arguments = parser.parse_args()
-
     if arguments.model:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         model = AutoModelForCausalLM.from_pretrained(
@@ -55,7 +49,6 @@ def main() -> None:
         )
     else:
         model, tokenizer = tiny_model_and_tokenizer()
-
     with MultiAgentRunner(model, tokenizer, max_step_tokens=64) as runner:
         prefix = runner.share(DOCUMENT)
         for name in ("historian", "engineer", "newcomer"):
@@ -68,11 +61,11 @@ def main() -> None:
         for turn in (*early, late):
             reply = turn.result()
             print(f"{reply.name}: {len(reply.token_ids)} tokens, {reply.text[:40]!r}")
-        gaps_ms = sorted(1000 * (b - a) for a, b in zip(came_s, came_s[1:], strict=False))
+        gaps_ms = sorted(1000 * (after - before) for before, after in pairwise(came_s))
         print(
-            f"the historian waited {gaps_ms[len(gaps_ms) // 2]:.1f} ms for a token, at most "
-            f"{gaps_ms[-1]:.1f} ms while the newcomer's {late.computed_tokens} tokens were computed"
+            f"the historian waited {gaps_ms[20]:.1f} ms for a token, at most {gaps_ms[-1]:.1f} ms"
         )
+        print(f"while the newcomer's {late.computed_tokens} tokens were computed")
 
 
 if __name__ == "__main__":
