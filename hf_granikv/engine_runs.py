@@ -59,6 +59,7 @@ class EngineRun:
         last_s = max(turn.last_token_s or self._start_s for turn in turns)
         num_generated = sum(len(turn.token_ids) for turn in turns)
         read = {share.prefix: share for share in shares}
+        levels = {level for prefix in read for level in prefix.chain}
         suffixes = [
             turn.prompt_tokens - share.prefix.stop
             for turn, share in zip(turns, shares, strict=True)
@@ -66,7 +67,7 @@ class EngineRun:
         steps = Counter(self._engine.backend_steps) - self._steps_before
         return RunReport(
             num_agents=len(turns),
-            prefix_tokens=sum(prefix.stop for prefix in read),
+            prefix_tokens=sum(level.num_tokens for level in levels),
             suffix_tokens=sum(suffixes),
             kept_tokens=sum(turn.kept_tokens for turn in turns),
             generated_tokens=num_generated,
@@ -76,7 +77,7 @@ class EngineRun:
             suffix_prefill_s=first_s - self._start_s,
             decode_s=last_s - first_s,
             generate_s=time.perf_counter() - self._start_s,
-            hot_bytes=sum(prefix.num_bytes for prefix in read),
+            hot_bytes=sum(level.num_bytes for level in levels),
             cold_bytes=self._engine.idle_bytes + self._engine.row_bytes,
             dense_equivalent_bytes=sum(
                 dense_row_bytes(

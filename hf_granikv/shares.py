@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import StalePrefixError
+from hf_granikv.lookup import PrefixLookup
 from hf_granikv.pools import Prefix
 from hf_granikv.prompts import SharedText
 from hf_granikv.timing import forward_progress
@@ -79,6 +81,8 @@ class Shares:
     ) -> Share:
         """Computes and stores a text, or gives the share that has stored it.
 
+        Of a text that starts as another one does, only the rest is computed and stored.
+
         Args:
             shared: The text.
             ids: Its token ids.
@@ -121,7 +125,11 @@ class Shares:
         start = time.perf_counter()
         title = f"granikv prefix of {len(ids)} tokens"
         with alone or nullcontext(), forward_progress(self._model, title):
-            prefix = self.cache.prefill(self._model, torch.tensor([ids]), salt=salt)
+            # what starts as another text does goes on from it
+            stored = PrefixLookup(self.cache.rows.prefixes.all)
+            parent = stored.longest(np.array(ids[:-1], dtype=np.int64), salt)
+            rest = torch.tensor([ids[0 if parent is None else parent.stop :]])
+            prefix = self.cache.prefill(self._model, rest, parent=parent, salt=salt)
         return prefix, time.perf_counter() - start
 
     def _empty(self) -> AsymmetricPagedCache:

@@ -38,6 +38,27 @@ def held(runner):
     return 0 if engine is None else engine.idle_bytes + engine.row_bytes
 
 
+def test_texts_that_start_alike_make_a_tree(runner):
+    counted = []
+    hook = runner.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: counted.append(args[0].numel())
+    )
+    long = runner.share(SHARED + " And more was said of it, at length, by everybody who was there.")
+    hook.remove()
+    short = runner.agents["ann"].prefix
+    starts_alike = runner.agents["ann"].share.ids == long.chain_ids[: short.stop].tolist()
+    assert (long.parent is short) == starts_alike
+    assert sum(counted) == long.num_tokens
+    runner.agent("dee", long, "You read all of it.")
+    asked = dict.fromkeys((*MESSAGES, "dee"), "What then?")
+    prompts = {name: runner.prompt_ids(name, message) for name, message in asked.items()}
+    replies = runner.run(asked, **LONG)
+    for name, ids in prompts.items():
+        assert replies[name].token_ids == alone(runner, ids)
+    levels = {level for agent in runner.agents.values() for level in agent.prefix.chain}
+    assert runner.report().prefix_tokens == sum(level.num_tokens for level in levels)
+
+
 @pytest.mark.smoke
 def test_a_later_turn_computes_only_what_is_new(runner):
     computed = []

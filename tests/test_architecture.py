@@ -103,7 +103,7 @@ ARROWS: dict[str, set[str]] = {
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
     "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools"},
-    "shares": {"cache", "pools", "prompts", "timing"},
+    "shares": {"cache", "lookup", "pools", "prompts", "timing"},
     "generate_runs": {
         "agent",
         "announce",
