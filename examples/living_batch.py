@@ -4,8 +4,8 @@ python examples/living_batch.py [--model HuggingFaceTB/SmolLM2-135M-Instruct]
 """
 
 import argparse
-import time
 from itertools import pairwise
+from time import perf_counter
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -55,17 +55,14 @@ def main() -> None:
             runner.agent(name, prefix, max_new_tokens=40, do_sample=True, seed=7)
         early = [runner.submit(name, "What turns?") for name in ("historian", "engineer")]
         came_s: list[float] = []
-        early[0].listen(lambda: came_s.append(time.perf_counter()))
+        early[0].listen(lambda: came_s.append(perf_counter()))
         next(iter(early[0]))
         late = runner.submit("newcomer", LETTER, max_new_tokens=8)
         for turn in (*early, late):
-            reply = turn.result()
-            print(f"{reply.name}: {len(reply.token_ids)} tokens, {reply.text[:40]!r}")
+            print(f"{turn.name}: {turn.result().text[:40]!r}")
         gaps_ms = sorted(1000 * (after - before) for before, after in pairwise(came_s))
-        print(
-            f"the historian waited {gaps_ms[20]:.1f} ms for a token, at most {gaps_ms[-1]:.1f} ms"
-        )
-        print(f"while the newcomer's {late.computed_tokens} tokens were computed")
+        waited = f"{gaps_ms[20]:.1f} ms for a token, at most {gaps_ms[-1]:.1f} ms"
+        print(f"historian: {waited}; the newcomer's {late.computed_tokens} tokens came meanwhile")
 
 
 if __name__ == "__main__":

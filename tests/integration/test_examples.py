@@ -12,7 +12,7 @@ SHOWN = {
     "beams_and_sampling": "16 beams",
     "few_shot": "5 rows over 2 prefixes",
     "grpo": "8 rows share 3 prefixes",
-    "living_batch": "while the newcomer's",
+    "living_batch": "tokens came meanwhile",
     "runner": "(computed once)",
     "shared_prefix": "a DynamicCache would hold",
 }
