@@ -1,0 +1,52 @@
+"""The benchmarks' peers compute the same, on a tiny model: what is timed is the same work."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import SHARED_PATH, VOCAB_SIZE
+from prompts import logits_alone, tokens
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from continuous import ContinuousBatching
+from group_peers import GROUP_PEERS
+from group_workload import GroupWorkload
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("name", [name for name in GROUP_PEERS if name != "no-context"])
+def test_every_group_peer_gives_the_logits_of_each_row_alone(name: str, is_shuffled: bool) -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv")
+    work = GroupWorkload.random([64, 9, 150], 2, 5, VOCAB_SIZE, is_shuffled)
+    steps = torch.randint(2, VOCAB_SIZE, (4, work.num_rows, 1))
+    with torch.no_grad():
+        peer = GROUP_PEERS[name](model)
+        peer.prepare(work, len(steps))
+        got = [peer.step(ids) for ids in steps]
+        model.config._attn_implementation = "granikv"
+        for row, read in enumerate(work.reads):
+            ids = [*work.prefixes[read][0].tolist(), *work.suffixes[row].tolist()]
+            ids += steps[:, row, 0].tolist()
+            want = logits_alone(model, ids, len(steps))
+            for step in range(len(steps)):
+                torch.testing.assert_close(got[step][row], want[step], atol=1e-4, rtol=0)
+    assert peer.bytes_held() > 0
+
+
+def test_requests_find_the_pages_of_a_primed_prefix() -> None:
+    model = SHARED_PATH["llama"].model()
+    counted: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: counted.append(args[0].numel())
+    )
+    served = ContinuousBatching(
+        model, num_tokens=600, max_rows=2, max_batch_tokens=70, page_size=16
+    )
+    prefix = tokens(100, seed=1)
+    served.prime([prefix])
+    counted.clear()
+    served.start({"a": [*prefix, 5, 6], "b": [*prefix, 7]})
+    # six whole pages are found, the four tokens after them are not
+    assert counted == [6 + 5]
