@@ -12,7 +12,9 @@ What it needs on a CPU, read off transformers 5.24 (`generation/continuous_batch
   slower, and so is its compiled path, which pads to intervals.
 * Block sharing finds whole pages of prompts whose blocks were completed by a request that went on
   after them: `prime` lets one request for each prefix generate a second token.
-* A batch can read as many tokens as the pool has room for, shared ones counted once for each reader.
+* A batch can read as many tokens as the pool has room for, shared ones counted once for each reader,
+  and pages of requests that have ended stay until the pool is short of them, when all that nobody
+  reads go, prefixes too: `pool_tokens` leaves room for either.
 """
 
 import os
@@ -25,6 +27,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 _NO_LIMIT = 1 << 30
+PAGE = 64
 
 
 class ContinuousBatching:
@@ -45,11 +48,10 @@ class ContinuousBatching:
         num_tokens: int,
         max_rows: int,
         max_batch_tokens: int,
-        page_size: int = 64,
+        page_size: int = PAGE,
     ) -> None:
         self._model = _Listening(model)
         inner: Any = model
-        self.page_size = page_size
         with self._attending():
             manager = inner.init_continuous_batching(
                 generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
@@ -142,6 +144,21 @@ class ContinuousBatching:
             os.environ.pop(name)
             if before[1] is not None:
                 os.environ[name] = before[1]
+
+
+def pool_tokens(prefix_lens: Sequence[int], rows: Sequence[tuple[int, int]], max_rows: int) -> int:
+    """The least room with which no batch and no page has to give way.
+
+    Args:
+        prefix_lens: Tokens of the prefixes.
+        rows: Tokens of the prefix of each request, and of all of it.
+        max_rows: Requests of one batch.
+    """
+    # a primed prefix has two tokens more for as long as it is computed
+    pages = sum(-(-(length + 2) // PAGE) for length in prefix_lens)
+    pages += sum(-(-whole // PAGE) - prefix_len // PAGE for prefix_len, whole in rows)
+    read_at_once = sum(sorted(whole for _, whole in rows)[-max_rows:])
+    return max(pages * PAGE, read_at_once)
 
 
 class _Listening:

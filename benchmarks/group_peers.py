@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
-from continuous import ContinuousBatching
+from continuous import PAGE, ContinuousBatching, pool_tokens
 from group_workload import GroupWorkload
 from peers import storage_bytes
 from torch import Tensor
@@ -220,15 +220,16 @@ class Continuous(GroupPeer):
             name: prefixes[read] + suffix.tolist()
             for name, read, suffix in zip(names, workload.reads, workload.suffixes, strict=True)
         }
-        page, num_own = 64, workload.suffixes.shape[1] + num_steps + 1
-        read_at_once = max(sum(len(prompts[n]) + num_steps + 1 for n in b) for b in self.batches)
-        stored = sum(map(len, prefixes)) + workload.num_rows * (num_own + 2 * page)
+        suffix_len = workload.suffixes.shape[1]
+        lengths = [
+            (len(prefixes[read]), len(prefixes[read]) + suffix_len + num_steps)
+            for read in workload.reads
+        ]
         self.cache = ContinuousBatching(
             self.model,
-            num_tokens=max(read_at_once, stored),
+            num_tokens=pool_tokens(list(map(len, prefixes)), lengths, self.max_rows),
             max_rows=self.max_rows,
-            max_batch_tokens=max(256, self.max_rows * (workload.suffixes.shape[1] + page)),
-            page_size=page,
+            max_batch_tokens=max(256, self.max_rows * (suffix_len + PAGE)),
         )
         self.cache.prime(prefixes)
         for batch in self.batches:

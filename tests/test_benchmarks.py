@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from families import SHARED_PATH, VOCAB_SIZE
-from prompts import logits_alone, tokens
+from prompts import alone, logits_alone, tokens
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from continuous import ContinuousBatching
 from group_peers import GROUP_PEERS
 from group_workload import GroupWorkload
+from trace_engines import ENGINES, Setting
+from trace_load import Lengths, poisson_requests
+from trace_replay import replay
 
 
 @pytest.mark.parametrize("is_shuffled", [False, True])
@@ -50,3 +53,31 @@ def test_requests_find_the_pages_of_a_primed_prefix() -> None:
     served.start({"a": [*prefix, 5, 6], "b": [*prefix, 7]})
     # six whole pages are found, the four tokens after them are not
     assert counted == [6 + 5]
+
+
+@pytest.mark.parametrize("max_step_tokens", [6, 256])
+def test_every_engine_answers_a_trace_as_each_request_alone(max_step_tokens: int) -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv")
+    prefixes = tuple(torch.tensor([tokens(length, seed=length)]) for length in (70, 9))
+    requests = poisson_requests(
+        12,
+        200.0,
+        num_prefixes=2,
+        suffixes=Lengths(6, 1.0, 30),
+        outputs=Lengths(5, 1.0, 20),
+        vocab_size=VOCAB_SIZE,
+        seed=1,
+    )
+    setting = Setting(model, prefixes, requests, 4, max_step_tokens)
+    with torch.no_grad():
+        logs = replay([ENGINES[n](setting) for n in ("granikv", "continuous-4")], requests)
+    model.config._attn_implementation = "granikv"
+    rows = [[*prefixes[r.prefix_idx][0].tolist(), *r.suffix] for r in requests]
+    for request, row in zip(requests, rows, strict=True):
+        want = alone(model, [row], num_new=request.num_new)[0]
+        for log in logs.values():
+            assert log.tokens[request.name] == want
+    for log in logs.values():
+        assert min(log.first_token_s(requests)) > 0
+        assert min(log.between_tokens_s()) > 0
+        assert log.tokens_per_s() * log.clock_s == pytest.approx(sum(r.num_new for r in requests))
