@@ -59,7 +59,7 @@ class Dynamic(Peer):
         self.step(suffixes)
 
     def bytes_held(self) -> int:
-        return _storage_bytes(self.cache)
+        return storage_bytes(self.cache)
 
 
 class Static(Peer):
@@ -79,7 +79,7 @@ class Static(Peer):
             layer.reset()
 
     def bytes_held(self) -> int:
-        return _storage_bytes(self.cache)
+        return storage_bytes(self.cache)
 
 
 class Granikv(Peer):
@@ -144,6 +144,7 @@ PEERS: dict[str, type[Peer]] = {
 }
 
 
-def _storage_bytes(cache: Any) -> int:
+def storage_bytes(cache: Any) -> int:
+    """Bytes of the storages of a cache of transformers."""
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
     return sum(t.untyped_storage().nbytes() for t in tensors)
