@@ -1,21 +1,12 @@
 """The benchmarks' peers compute the same, on a tiny model: what is timed is the same work."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from families import SHARED_PATH, VOCAB_SIZE
-from prompts import alone, logits_alone, tokens
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-if not BENCHMARKS.is_dir():
-    pytest.skip("no benchmarks beside the tests", allow_module_level=True)
-sys.path.append(str(BENCHMARKS))
-
 from continuous import ContinuousBatching
+from families import SHARED_PATH, VOCAB_SIZE
 from group_peers import GROUP_PEERS
 from group_workload import GroupWorkload
+from prompts import alone, logits_alone, tokens
 from trace_engines import ENGINES, Setting
 from trace_load import Lengths, poisson_requests
 from trace_replay import replay
