@@ -64,6 +64,7 @@ class Agent:
     # what the runner keeps with it: its tokens in the pools, and the turn under way
     _memory: Any = field(default=None, repr=False)
     _turn: Any = field(default=None, repr=False)
+    _is_asked: bool = field(default=False, repr=False)
     _home: AgentHome | None = field(default=None, repr=False)
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hf_granikv.errors import IntegrityError, StalePrefixError
 from hf_granikv.inputs import Bools
 from hf_granikv.pools import ColdPool, Prefix, RowStates
 from hf_granikv.pools.row_states import LayerStates
@@ -21,6 +22,7 @@ class ParkedRow:
         num_tokens: Its private tokens.
         tokens: Per layer, their keys and values, `[num_kv_heads, num_tokens, head_dim]` each.
         states: Per layer with states, `[1, ...]` each.
+        epoch: That of the rows it was one of.
     """
 
     prefix: Prefix | None
@@ -28,11 +30,17 @@ class ParkedRow:
     num_tokens: int
     tokens: tuple[KeysAndValues | None, ...] = field(repr=False)
     states: tuple[LayerStates, ...] = field(repr=False)
+    epoch: object = field(repr=False)
 
     @classmethod
-    def empty(cls, prefix: Prefix | None) -> "ParkedRow":
+    def empty(cls, prefix: Prefix | None, epoch: object) -> "ParkedRow":
         """A row that holds nothing of its own."""
-        return cls(prefix, 0 if prefix is None else prefix.stop, 0, (), ())
+        return cls(prefix, 0 if prefix is None else prefix.stop, 0, (), (), epoch)
+
+    @property
+    def sees_less(self) -> bool:
+        """Whether it does not see all of its chain."""
+        return self.prefix is not None and self.num_seen < self.prefix.stop
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +62,7 @@ class BatchRows:
         row_states: What layers keep of the rows that do not keep tokens.
         reads: The prefixes that the rows read; of no rows where none are held.
         num_columns: Mask columns since the prefix.
+        epoch: Another object after each `invalidate`: rows of one epoch go with each other only.
         recounts_positions: Whether `generate` runs rows that end in pads; it counts their positions
             on from the last column, which is wrong.
     """
@@ -63,6 +72,7 @@ class BatchRows:
         self.row_states = RowStates()
         self.reads = NO_ROWS
         self.num_columns = 0
+        self.epoch: object = object()
         self.recounts_positions = False
         self._owned: Bools | None = None
 
@@ -141,6 +151,7 @@ class BatchRows:
             num_tokens=int(self.cold.table.lengths[row]),
             tokens=tuple(self.cold.take_row(row)),
             states=tuple(self.row_states.take_row(row)),
+            epoch=self.epoch,
         )
 
     def join(self, parked: ParkedRow) -> None:
@@ -148,9 +159,18 @@ class BatchRows:
 
         Raises:
             ColdPoolFullError: Before anything is changed.
+            StalePrefixError: If the row is older than the last `invalidate`.
         """
+        if parked.epoch is not self.epoch:
+            raise StalePrefixError(
+                "the parked row was computed before invalidate() was called; compute it again."
+            )
         self.cold.add_row(parked.tokens, parked.num_tokens)
-        self.row_states.add_row(parked.states)
+        try:
+            self.row_states.add_row(parked.states)
+        except BaseException:
+            self.cold.remove_row(self.cold.table.num_rows - 1)
+            raise
         self.reads = self.reads.joined(parked.prefix, parked.num_seen)
         self._align()
 
@@ -167,9 +187,24 @@ class BatchRows:
     def copy_rows(self, other: "BatchRows") -> None:
         """Holds the rows of another cache, as copies; the states are the layers' to copy."""
         self.cold = other.cold.copy()
+        self.epoch = other.epoch
         self.reads, self.num_columns = other.reads, other.num_columns
         self.recounts_positions = other.recounts_positions
         self._owned = None if other._owned is None else other._owned.copy()
+
+    def check_integrity(self) -> None:
+        """Checks that everything that is known of rows is known of the same number of them.
+
+        Raises:
+            IntegrityError: With the numbers.
+        """
+        self.cold.check_integrity()
+        self.row_states.check_integrity(self.num_rows)
+        if (self.reads.num_rows, len(self.owned_columns())) != (self.num_rows, self.num_rows):
+            raise IntegrityError(
+                f"{self.num_rows} rows hold tokens, {self.reads.num_rows} read prefixes, and "
+                f"{len(self.owned_columns())} have columns."
+            )
 
     def _align(self) -> None:
         """Lays rows out anew, pads first, in no more columns than the longest row has tokens."""

@@ -26,7 +26,7 @@ from hf_granikv.prefix_inputs import (
     rows_of_ids,
     salts_of,
 )
-from hf_granikv.prefix_making import recording_of, sealed
+from hf_granikv.prefix_making import check_is_kept, recording_of, sealed
 from hf_granikv.recording import Recording, record
 from hf_granikv.recurrent import build_layers
 from hf_granikv.row_prefixes import RowPrefixes
@@ -124,10 +124,14 @@ class AsymmetricPagedCache(LoadingCache):
 
         Raises:
             ValueError: If the row has fewer tokens, does not see its whole prefix, the cache does not
-                hold that one, or layers keep states.
+                hold that one or has other heads or another dtype, no model is attached to it, or
+                layers keep states.
+            StalePrefixError: If the row is older than the last `invalidate`.
         """
         ids, state = one_row_of_ids(token_ids), self._state
+        state.check_takes_prefix()
         check_extends(parked.prefix, state.prefixes.levels, ids.shape[1])
+        check_is_kept(parked, state, knows_a_model=any(True for _ in self._models))
         salt = check_salt(None, parked.prefix)
         found = PrefixLookup(state.prefixes.all).get(parked.prefix, salt, ids[0].cpu().numpy())
         if found is not None:
@@ -212,9 +216,7 @@ class AsymmetricPagedCache(LoadingCache):
 
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
-        twin = type(self).__new__(type(self))
-        twin._served, twin._models = self._served, self._models.copy()
-        twin._adopt(self._state.fork())
+        twin = self._twin(self._state.fork())
         twin._state.row_states.copy_from(self._state.row_states)
         return twin
 
@@ -267,8 +269,7 @@ class AsymmetricPagedCache(LoadingCache):
             IntegrityError: With the broken equation in numbers.
         """
         self._state.hot.check_integrity()
-        self._state.cold.check_integrity()
-        self._state.row_states.check_integrity(self._state.num_rows)
+        self._state.check_integrity()
 
     def _sealed(
         self, ids: Tensor, recording: Recording, parent: Prefix | None, salt: str | None
@@ -285,9 +286,14 @@ class AsymmetricPagedCache(LoadingCache):
 
     def reading_alone(self, prefix: Prefix | None) -> "AsymmetricPagedCache":
         """A cache of one row that is about to go on from a prefix; nothing limits its tokens."""
-        twin = self.fork()
-        twin.reset()
+        twin = self._twin(self._state.fork(keeps_rows=False))
         twin._state.prefixes.bound, twin._state.cold.limit = RowPrefixes.whole([prefix]), None
+        return twin
+
+    def _twin(self, state: CacheState) -> "AsymmetricPagedCache":
+        twin = type(self).__new__(type(self))
+        twin._served, twin._models = self._served, self._models.copy()
+        twin._adopt(state)
         return twin
 
     def _adopt(self, state: CacheState) -> None:

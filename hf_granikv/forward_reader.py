@@ -79,7 +79,7 @@ class ForwardReader:
             self._models.check(module)
         positions = kwargs.get("position_ids")
         if positions is not None and served.has_length_limit:
-            served.check_length(layout.reads.longest_chain, int(positions.max()) + 1)
+            served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1)
         if not takes_positions:
             kwargs.pop("position_ids", None)
         if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
@@ -105,7 +105,7 @@ class ForwardReader:
         if cut is None:
             return 0
         # later chunks must not fail on what is known now
-        self._served.check_length(cut.layout.reads.longest_chain, cut.seq_len)
+        self._served.check_length(cut.layout.reads.shortest_chain, cut.seq_len)
         state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
         self._cut_prompt = cut
         return cut.first_column

@@ -95,7 +95,7 @@ def _batch(
         suffix_prefill_s=timer.prefill_s,
         decode_s=timer.decode_s,
         generate_s=timer.total_s,
-        hot_bytes=share.prefix.num_bytes,
+        hot_bytes=sum(level.num_bytes for level in share.prefix.chain),
         cold_bytes=stats.cold_bytes,
         dense_equivalent_bytes=stats.dense_equivalent_bytes,
         backend_steps=dict(Counter(stats.backend_steps) - Counter(steps_before)),

@@ -265,7 +265,8 @@ def _prefilled(
     is_even = len({len(row) for row in rows}) == 1
     try:
         served = _served(model)
-        served.check_length(max(level.stop for level in levels), max_length)
+        ends = {row: level.stop for level in levels for row in level.rows}
+        served.check_length(min(ends.get(row, 0) for row in range(len(rows))), max_length)
         if not is_even or {level.rows for level in levels} != {tuple(range(len(rows)))}:
             takes_positions = "position_ids" in forward_parameters(model)
             served.check_padding(max_length, takes_positions=takes_positions)

@@ -38,8 +38,7 @@ class LiveRows:
     ```
 
     A step is one forward over the new tokens of all, side by side, without pads. Models that cannot
-    run so (`why_not_packed`) get one forward for the common batch and one for each other row; those
-    whose layers keep states too, then, one for each row.
+    run so (`why_not_packed`) get one for the common batch and one for each other row, or for each row.
 
     Args:
         model: The model; its prefixes were computed with it.
@@ -62,10 +61,12 @@ class LiveRows:
         served = ServedModel.from_config(self._model.config)
         self.why_not_packed = why_not_packable(self._model, served)
         self._has_states = served.has_states
+        self._needs_rows_apart = served.has_states or served.rope_type is not None
         self._merged: list[Row] = []
         self._alone: list[Row] = []
-        self._common = cache.fork()
-        self._common.reset()
+        # rows know what they read; the caller's holds are not this batch's
+        self._common = cache.reading_alone(None)
+        self._common.rows.prefixes.let_all_go()
         limits = [n for n in (max_slots, cache.rows.options.cold_slots) if n is not None]
         self.num_slots_limit = min(limits, default=None)
         self._open(self._common)
@@ -73,8 +74,7 @@ class LiveRows:
     @property
     def num_slots_used(self) -> int:
         """Private tokens of all rows."""
-        alone = sum(self._cache_of(row).rows.cold.num_tokens for row in self._alone)
-        return self._common.rows.cold.num_tokens + alone
+        return sum(self._cache_of(row).rows.cold.num_tokens for row in (*self._alone, None))
 
     @property
     def bytes_per_token(self) -> int:
@@ -84,8 +84,7 @@ class LiveRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of what rows hold of their own, free slots and tables included."""
-        alone = sum(self._cache_of(row).rows.private_bytes for row in self._alone)
-        return self._common.rows.private_bytes + alone
+        return sum(self._cache_of(row).rows.private_bytes for row in (*self._alone, None))
 
     @property
     def backend_steps(self) -> dict[str, int]:
@@ -107,14 +106,17 @@ class LiveRows:
         Raises:
             ColdPoolFullError: If there is no room for what it holds; nothing has changed.
             ValueError: If the prefix is not held, or is not the one of the parked row.
+            StalePrefixError: If the model has changed since, or the row is older than `invalidate`.
         """
         if prefix is not None and prefix not in self._prefixes.rows.prefixes.levels:
             raise ValueError(f"{prefix} is not held; prefill it in the cache of these rows first.")
         if parked is not None and parked.prefix is not prefix:
             raise ValueError(f"the parked row reads {parked.prefix}, {prefix} was given.")
         alone = self._open(self._prefixes.reading_alone(prefix))
-        if parked is not None and parked.num_tokens:
+        if parked is not None and (parked.num_tokens or parked.sees_less):
             self._check_room(parked.num_tokens)
+            # what it holds was computed by the model as it was then
+            self._prefixes.attach(self._model)
             alone.rows.join(parked)
         row = Row(alone)
         self._alone.append(row)
@@ -170,7 +172,9 @@ class LiveRows:
         """Takes a row out of the batch, with what it holds."""
         state, index = self._place(row)
         parked = (
-            state.park(index) if state.num_rows else ParkedRow.empty(state.prefixes.bound.leaves[0])
+            state.park(index)
+            if state.num_rows
+            else ParkedRow.empty(state.prefixes.bound.leaves[0], state.epoch)
         )
         self.drop(row)
         return parked
@@ -209,6 +213,8 @@ class LiveRows:
         for row in list(self._alone):
             has_one = len(feeds.get(row, ())) == 1
             if self._may_merge and has_one and self._cache_of(row).rows.num_rows:
+                if not self._merged:
+                    self._common.rows.epoch = self._prefixes.rows.epoch
                 self._common.rows.join(self._cache_of(row).rows.park(0))
                 self._alone.remove(row)
                 self._merged.append(row)
@@ -219,7 +225,7 @@ class LiveRows:
 
     @property
     def _may_merge(self) -> bool:
-        return self.why_not_packed is None or not self._has_states
+        return self.why_not_packed is None or not self._needs_rows_apart
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:
         return torch.tensor([list(feeds[row]) for row in rows], device=device_of_ids(self._model))
@@ -229,9 +235,9 @@ class LiveRows:
             return
         state, index = self._place(row)
         parked = state.park(index)
-        self._leave_common(row)
         alone = self._open(self._prefixes.reading_alone(parked.prefix))
         alone.rows.join(parked)
+        self._leave_common(row)
         row._alone = alone
         self._alone.append(row)
 
@@ -273,12 +279,8 @@ class LiveRows:
 
     def _run_packed(self, segments: list[Segment]) -> list[Tensor]:
         packed = PackedCache(segments)
-        ends = torch.arange(0)
-        start = 0
-        for _, ids in segments:
-            num_rows, q_len = ids.shape
-            ends = torch.cat([ends, start + q_len * torch.arange(1, num_rows + 1) - 1])
-            start += num_rows * q_len
+        counts = [ids.shape[1] for _, ids in segments for _ in ids]
+        ends = torch.tensor(counts).cumsum(0) - 1
         logits = self._forward(packed.packed_ids, packed, ends)[0]
         return list(logits.split([len(ids) for _, ids in segments]))
 

@@ -173,14 +173,18 @@ class MultiAgentRunner:
         with self._lock, _runners_words():
             questions = self._questions(messages, seed, generation_kwargs)
             started = self._answering.start([each for each in questions if not each.reasons])
-            try:
+            _note_asked(questions, is_asked=True)
+        try:
+            with self._lock, _runners_words():
                 others = [each for each in questions if each.reasons]
                 replies, reports = self._answering.generate(others)
-            except BaseException:
-                started.cancel()
-                raise
-        replies.update((reply.name, reply) for reply in replies_of(started.turns))
-        return self._finish(questions, replies, [*reports, *started.reports()])
+            replies.update((reply.name, reply) for reply in replies_of(started.turns))
+            return self._finish(questions, replies, [*reports, *started.reports()])
+        except BaseException:
+            started.cancel()
+            raise
+        finally:
+            _note_asked(questions, is_asked=False)
 
     async def arun(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
@@ -190,15 +194,18 @@ class MultiAgentRunner:
             questions = self._questions(messages, seed, generation_kwargs)
             has_others = any(each.reasons for each in questions)
             started = self._answering.start([] if has_others else questions)
+            _note_asked([] if has_others else questions, is_asked=True)
         if has_others:
             return await asyncio.to_thread(self.run, messages, seed=seed, **generation_kwargs)
         try:
             found = await asyncio.gather(*started.turns)
+            reports = await asyncio.to_thread(started.reports)
+            return self._finish(questions, {reply.name: reply for reply in found}, reports)
         except BaseException:
             started.cancel()
             raise
-        reports = await asyncio.to_thread(started.reports)
-        return self._finish(questions, {reply.name: reply for reply in found}, reports)
+        finally:
+            _note_asked(questions, is_asked=False)
 
     def submit(
         self, agent: Agent | str, message: str, *, seed: int | None = None, **generation_kwargs: Any
@@ -267,14 +274,21 @@ class MultiAgentRunner:
     def _finish(
         self, questions: list[Question], replies: dict[str, Reply], reports: list[RunReport]
     ) -> dict[str, Reply]:
-        for question in questions:
-            question.heard(replies[question.agent.name])
-        self._report = RunReport.joined(reports)
+        with self._lock:
+            for question in questions:
+                question.heard(replies[question.agent.name])
+            self._report = RunReport.joined(reports)
         return {each.agent.name: replies[each.agent.name] for each in questions}
 
     def _forget(self) -> None:
         for agent in self.agents.values():
             self._roster.forget(agent)
+
+
+def _note_asked(questions: list[Question], *, is_asked: bool) -> None:
+    """Keeps agents from being asked again before their history has grown."""
+    for question in questions:
+        question.agent._is_asked = is_asked
 
 
 @contextmanager

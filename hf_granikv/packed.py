@@ -126,6 +126,8 @@ def why_not_packable(model: Any, served: ServedModel) -> str | None:
         return "layers keep states, which would run on from row to row"
     if served.column_window is not None or served.temperature_from is not None:
         return "its attention counts columns"
+    if served.rope_type is not None:
+        return f"its RoPE ({served.rope_type}) depends on the length of a forward"
     if "position_ids" not in forward_parameters(model):
         return "its forward takes no position_ids"
     return None

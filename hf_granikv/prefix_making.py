@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_granikv.backends import BACKENDS
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.dispatch.fusing import FusingCost, fusing_cost, is_short
+from hf_granikv.errors import StalePrefixError
 from hf_granikv.pools import Prefix
 from hf_granikv.pools.hot import Saver
 from hf_granikv.pools.storage import KeysAndValues
@@ -53,6 +54,33 @@ def sealed(
     return state.hot.seal(
         token_ids, pairs, states, parent=parent, salt=salt, num_fused=num_fused, saver=saver
     )
+
+
+def check_is_kept(parked: ParkedRow, state: CacheState, *, knows_a_model: bool) -> None:
+    """Checks that what a row holds goes with what a cache holds.
+
+    Raises:
+        ValueError: If no model is known, or heads or dtype differ from those of a prefix.
+        StalePrefixError: If the row is older than the last `invalidate`.
+    """
+    if not knows_a_model:
+        raise ValueError("no model is attached; call cache.attach(model) before promote.")
+    if parked.epoch is not state.epoch:
+        raise StalePrefixError(
+            "the parked row was computed before invalidate() was called, or by another cache; prefill "
+            "its tokens instead."
+        )
+    stored = state.prefixes.any
+    for layer_idx, held in enumerate(parked.tokens):
+        if held is None or stored is None:
+            continue
+        for ours, theirs in zip(held, (stored.keys, stored.values), strict=True):
+            kinds = [(t.shape[0], t.shape[2], t.dtype) for t in (ours, theirs[layer_idx])]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"layer {layer_idx} of the row has heads of {kinds[0]}, the prefixes of this cache "
+                    f"{kinds[1]}; promote rows of the model that the cache serves."
+                )
 
 
 def recording_of(parked: ParkedRow, num_tokens: int, layers: Sequence[LayerKind]) -> Recording:

@@ -49,7 +49,7 @@ class Roster:
         turn = agent._turn
         if turn is not None and turn.is_cancelling:
             turn.wait()
-        if turn is not None and not turn.done():
+        if agent._is_asked or (turn is not None and not turn.done()):
             raise ValueError(
                 f"agent {agent.name!r} is answering; wait for its turn, cancel it, or ask a fork of it."
             )

@@ -64,6 +64,11 @@ class RowPrefixes:
         return int(self.chain_lengths.max(initial=0))
 
     @property
+    def shortest_chain(self) -> int:
+        """Tokens of the shortest chain, seen or not; 0 if some row reads none."""
+        return int(self.chain_lengths.min(initial=self.longest_chain))
+
+    @property
     def is_even(self) -> bool:
         """Whether all rows see the same number of tokens."""
         return not len(self.lengths) or bool((self.lengths == self.lengths[0]).all())

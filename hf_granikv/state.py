@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from hf_granikv.batch_rows import BatchRows
+from hf_granikv.batch_rows import BatchRows, ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import UnannouncedForwardError
 from hf_granikv.held_prefixes import HeldPrefixes
@@ -170,7 +170,7 @@ class CacheState(BatchRows):
         if staged is not None:
             cropped_before = self._cropped_once_gone if staged.starts_batch else None
         if is_half:
-            self.crop(self.current_step().plan.q_len)
+            self._crop(self.current_step().plan.q_len)
         has_failed = is_half or (self.row_states.is_open and not is_complete)
         if has_failed and cropped_before is not None:
             self.start_rows(0, NO_ROWS)
@@ -183,6 +183,20 @@ class CacheState(BatchRows):
 
     def crop(self, num_columns: int) -> None:
         """Takes the last columns away, those of the prefix last; the prefix itself stays."""
+        self.settle()
+        self._crop(num_columns)
+
+    def select_rows(self, indices: np.ndarray) -> None:
+        """Makes row i the former row `indices[i]`."""
+        self.settle()
+        super().select_rows(indices)
+
+    def park(self, row: int) -> ParkedRow:
+        """Copies what a row holds; it stays in the batch."""
+        self.settle()
+        return super().park(row)
+
+    def _crop(self, num_columns: int) -> None:
         from_prefix = num_columns - self.drop_columns(num_columns)
         if self.num_rows:
             self.reads = self.reads.shortened(from_prefix)
@@ -211,6 +225,7 @@ class CacheState(BatchRows):
     def let_all_go(self) -> None:
         """Drops every hold and all rows."""
         self.prefixes.let_all_go()
+        self.epoch = object()
         self.release_rows()
 
     def release_rows(self) -> None:
@@ -222,12 +237,15 @@ class CacheState(BatchRows):
         self.is_generation_pending = False
         self._staged, self._step, self._is_open = None, None, False
 
-    def fork(self) -> "CacheState":
+    def fork(self, *, keeps_rows: bool = True) -> "CacheState":
         """An independent state over the same HOT pool; the row states are the layers' to copy."""
+        self.settle()
         twin = CacheState(self.layers, self.options, self.hot)
-        twin.copy_rows(self)
+        twin.epoch = self.epoch
+        if keeps_rows:
+            twin.copy_rows(self)
         twin.prefixes.copy_from(self.prefixes)
-        twin.num_cropped = self.num_cropped
+        twin.num_cropped = self.num_cropped if keeps_rows else 0
         twin.step_id = self.step_id
         return twin
 

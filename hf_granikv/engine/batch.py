@@ -255,9 +255,12 @@ class Batch:
 
     def _fail(self, job: Job, error: BaseException) -> None:
         # a row that something has gone wrong with is not kept
-        if job.row is not None:
-            self._rows.drop(job.row)
-            job.row = None
+        row, job.row = job.row, None
+        if row is not None:
+            try:
+                self._rows.drop(row)
+            except Exception:
+                logger.exception("the row of a turn that failed could not be dropped")
         self._leave(job, lambda: job.turn.fail(error))
 
     def _leave(self, job: Job, tell: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ class Worker:
         self._orders: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._num_pausing = 0
+        self._pausing: int | None = None
         self._is_closed = False
         self._because: BaseException | None = None
         # held for each step, and by those who pause
@@ -68,7 +69,11 @@ class Worker:
     def paused(self) -> Iterator[Batch]:
         """Keeps the thread between two steps while the caller uses the model."""
         with self.gathering(), self._model_lock:
-            yield self._batch
+            outer, self._pausing = self._pausing, threading.get_ident()
+            try:
+                yield self._batch
+            finally:
+                self._pausing = outer
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
@@ -93,7 +98,13 @@ class Worker:
             self._because = self._because or because
             thread = self._thread
             self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
+        # the thread cannot end before whoever keeps it between two steps lets it go on
+        is_waiting_for_us = self._pausing == threading.get_ident()
+        if (
+            thread is not None
+            and thread is not threading.current_thread()
+            and not is_waiting_for_us
+        ):
             thread.join()
 
     def _run(self) -> None:

@@ -73,11 +73,7 @@ class ColdPool:
         return self._storage.num_bytes + self.table.nbytes
 
     def check_room(self, num_new: int, *, replacing: bool) -> None:
-        """Checks that `num_new` tokens will fit, before anything is changed.
-
-        Args:
-            num_new: Tokens to store.
-            replacing: Whether the rows held now go first.
+        """Checks that `num_new` tokens will fit, if need be once the rows held now are gone.
 
         Raises:
             ColdPoolFullError: With the numbers and the remedy.
@@ -176,7 +172,7 @@ class ColdPool:
         return self._gathered(layer_idx)
 
     def storage(self, layer_idx: int) -> KeysAndValues | None:
-        """Keys and values `[num_kv_heads, num_slots, head_dim]`; None before the first write."""
+        """See `SlotStorage.layer`."""
         return self._storage.layer(layer_idx)
 
     def truncate(self, counts: NDArray[np.int64]) -> None:
@@ -210,16 +206,19 @@ class ColdPool:
         self.check_room(length, replacing=False)
         self.table.add_row()
         num_rows, stride = self.table.num_rows, self.table.stride
-        if stride is not None and length <= stride:
-            self._grow(num_rows * stride)
-        self._forget_views()
-        counts = np.zeros(num_rows, dtype=np.int64)
-        counts[-1] = length
-        slots = self.extend(counts, None).slots
-        for layer_idx, held in enumerate(tokens):
-            if held is not None:
-                self._storage.open(layer_idx, *held)
-                self._storage.put(layer_idx, slots, held)
+        counts = np.where(np.arange(num_rows) == num_rows - 1, length, 0)
+        try:
+            if stride is not None and length <= stride:
+                self._grow(num_rows * stride)
+            self._forget_views()
+            slots = self.extend(counts, None).slots
+            for layer_idx, held in enumerate(tokens):
+                if held is not None:
+                    self._storage.open(layer_idx, *held)
+                    self._storage.put(layer_idx, slots, held)
+        except BaseException:
+            self.remove_row(num_rows - 1)
+            raise
 
     def remove_row(self, row: int) -> None:
         """Frees what a row holds; the last row takes its place."""
@@ -269,14 +268,14 @@ class ColdPool:
         if stride < longest or num_wasted > MAX_LAYOUT_WASTE * table.num_rows * longest:
             return False
         old_slots, num_slots = table.flat(), table.num_rows * stride
-        table.lay_out(stride)
-        new_slots = table.flat()
+        new_slots = table.laid_out(stride)
         if len(old_slots) or num_slots > self.num_slots:
             src, dst = torch.from_numpy(old_slots), torch.from_numpy(new_slots)
             self._storage.resize(num_slots, src, dst)
             self._allocator = SlotAllocator()
             self._allocator.grow(num_slots)
             self._allocator.hold(new_slots)
+        table.lay_out(stride)
         return True
 
     def _grow(self, num_needed: int) -> None:

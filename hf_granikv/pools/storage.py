@@ -98,11 +98,14 @@ class SlotStorage:
 
     def resize(self, num_slots: int, src: Tensor, dst: Tensor) -> None:
         """Makes it `num_slots` large, with the former slots `src` at `dst` and nothing else."""
-        self.num_slots = num_slots
-        for layer_idx, held in enumerate(self._layers):
-            if held is not None:
-                keys, values = (_moved(t, num_slots, src, dst) for t in held)
-                self._layers[layer_idx] = keys, values
+        # nothing is changed if there is no memory for all of it
+        moved: list[KeysAndValues | None] = [
+            None
+            if held is None
+            else (_moved(held[0], num_slots, src, dst), _moved(held[1], num_slots, src, dst))
+            for held in self._layers
+        ]
+        self.num_slots, self._layers = num_slots, moved
 
     def release(self) -> None:
         """Gives all memory back."""

@@ -92,6 +92,11 @@ class TokenTable:
         self._slots = np.where(owned, runs, -1)
         self._stride = stride
 
+    def laid_out(self, stride: int) -> Slots:
+        """The slots of all rows, row after row, that `lay_out` would give them."""
+        runs = np.arange(self.num_rows)[:, None] * stride + np.arange(self._slots.shape[1])
+        return runs[self._owned()]
+
     def scatter(self) -> None:
         """Declares that rows are no longer runs at a regular distance."""
         self._stride = None
