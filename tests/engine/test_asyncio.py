@@ -77,6 +77,8 @@ def test_a_cancelled_task_cancels_its_turn(ask, face):
     async def main():
         turn, other = ask("Why?", max_new_tokens=2000), ask("Who?")
         task = asyncio.create_task(read(turn))
+        # a task that has not begun is cancelled without its turn ever knowing
+        await asyncio.sleep(0)
         while not turn.token_ids:
             await asyncio.sleep(0.001)
         task.cancel()
