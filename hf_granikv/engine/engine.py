@@ -109,6 +109,10 @@ class Engine:
                 argument asks for what a row among others cannot do.
         """
         ids = [int(token_id) for token_id in token_ids]
+        if memory is not None and prefix not in (None, memory.prefix):
+            raise ValueError(
+                f"prefix is {prefix}, the memory reads {memory.prefix}; leave one out."
+            )
         prefix = memory.prefix if memory is not None else prefix
         num_shared = 0 if prefix is None else prefix.stop
         _check_prompt(ids, prefix)
