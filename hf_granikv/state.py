@@ -183,18 +183,26 @@ class CacheState(BatchRows):
 
     def crop(self, num_columns: int) -> None:
         """Takes the last columns away, those of the prefix last; the prefix itself stays."""
-        self.settle()
+        self._settle_interrupted()
         self._crop(num_columns)
 
     def select_rows(self, indices: np.ndarray) -> None:
         """Makes row i the former row `indices[i]`."""
-        self.settle()
+        self._settle_interrupted()
         super().select_rows(indices)
 
     def park(self, row: int) -> ParkedRow:
         """Copies what a row holds; it stays in the batch."""
-        self.settle()
+        self._settle_interrupted()
         return super().park(row)
+
+    def _settle_interrupted(self) -> None:
+        """Undoes what an interrupt has left, which torch does not show to hooks.
+
+        Without a prefix nobody says when a forward is over, so there is nothing to tell it by.
+        """
+        if self.reads_inputs:
+            self.settle()
 
     def _crop(self, num_columns: int) -> None:
         from_prefix = num_columns - self.drop_columns(num_columns)
@@ -239,7 +247,7 @@ class CacheState(BatchRows):
 
     def fork(self, *, keeps_rows: bool = True) -> "CacheState":
         """An independent state over the same HOT pool; the row states are the layers' to copy."""
-        self.settle()
+        self._settle_interrupted()
         twin = CacheState(self.layers, self.options, self.hot)
         twin.epoch = self.epoch
         if keeps_rows:
