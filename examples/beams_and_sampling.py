@@ -6,7 +6,8 @@ python examples/beams_and_sampling.py [--model HuggingFaceTB/SmolLM2-135M-Instru
 import argparse
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from _tiny import tiny_model
+from transformers import AutoModelForCausalLM
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
@@ -17,19 +18,6 @@ WAYS = {
     "16 beams": {"do_sample": False, "num_beams": 16},
     "8 samples": {"do_sample": True, "temperature": 0.8, "num_return_sequences": 8},
 }
-
-
-def tiny_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        attn_implementation="granikv",
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def main() -> None:

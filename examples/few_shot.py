@@ -6,7 +6,8 @@ python examples/few_shot.py [--model HuggingFaceTB/SmolLM2-135M-Instruct]
 import argparse
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from _tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
@@ -16,20 +17,6 @@ TASKS = {
     "last letter": [("mill", "l"), ("tide", "e"), ("harbour", "r"), ("lamp", "p")],
 }
 QUESTIONS = {"add": ["1+1", "6+3", "2+5"], "last letter": ["pier", "cable"]}
-
-
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        attn_implementation="granikv",
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def main() -> None:

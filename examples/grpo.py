@@ -8,7 +8,8 @@ import logging
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from _tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_granikv
 
@@ -18,19 +19,6 @@ PROMPTS = [
     "The mill turns at 3.1 metres per second. How far in an hour?",
 ]
 GROUP = 4
-
-
-def tiny_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        attn_implementation="granikv",
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def main() -> None:

@@ -8,34 +8,13 @@ from itertools import pairwise
 from time import perf_counter
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from _tiny import tiny_model_and_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_granikv import MultiAgentRunner
 
 DOCUMENT = "The mill turns when the tide turns. Margit was lowered in June, Bruna in August. " * 10
 LETTER = "I write to you about the sluice, which has not been mended since the spring. " * 6
-
-
-def tiny_model_and_tokenizer() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    vocab = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": len(vocab)}
-    config = LlamaConfig(**sizes, **heads, attn_implementation="granikv")
-    return LlamaForCausalLM(config).eval(), tokenizer
 
 
 def main() -> None:

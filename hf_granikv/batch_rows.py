@@ -154,6 +154,18 @@ class BatchRows:
             epoch=self.epoch,
         )
 
+    def check_epoch(self, parked: ParkedRow) -> None:
+        """Checks that a row goes with those held here.
+
+        Raises:
+            StalePrefixError: If it is older than the last `invalidate`, or of another cache.
+        """
+        if parked.epoch is not self.epoch:
+            raise StalePrefixError(
+                "the parked row was computed before invalidate() was called, or by another cache; "
+                "compute it again."
+            )
+
     def join(self, parked: ParkedRow) -> None:
         """Adds a row behind the others that holds what a parked one does.
 
@@ -161,10 +173,7 @@ class BatchRows:
             ColdPoolFullError: Before anything is changed.
             StalePrefixError: If the row is older than the last `invalidate`.
         """
-        if parked.epoch is not self.epoch:
-            raise StalePrefixError(
-                "the parked row was computed before invalidate() was called; compute it again."
-            )
+        self.check_epoch(parked)
         self.cold.add_row(parked.tokens, parked.num_tokens)
         try:
             self.row_states.add_row(parked.states)
@@ -187,7 +196,6 @@ class BatchRows:
     def copy_rows(self, other: "BatchRows") -> None:
         """Holds the rows of another cache, as copies; the states are the layers' to copy."""
         self.cold = other.cold.copy()
-        self.epoch = other.epoch
         self.reads, self.num_columns = other.reads, other.num_columns
         self.recounts_positions = other.recounts_positions
         self._owned = None if other._owned is None else other._owned.copy()

@@ -29,7 +29,6 @@ from hf_granikv.prefix_inputs import (
 from hf_granikv.prefix_making import check_is_kept, recording_of, sealed
 from hf_granikv.recording import Recording, record
 from hf_granikv.recurrent import build_layers
-from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.saved_prefixes import LoadingCache
 from hf_granikv.state import CacheState
 from hf_granikv.views import CacheStats
@@ -169,7 +168,7 @@ class AsymmetricPagedCache(LoadingCache):
         rows = rows_of_ids(input_ids, attention_mask)
         leaves = PrefixLookup(self._state.prefixes.all).leaves(rows, salts_of(salt, len(rows)))
         self._served.check_together(leaves)
-        self._state.prefixes.bound = RowPrefixes.whole(leaves)
+        self._state.prefixes.bind(leaves)
         return self
 
     def attach(self, model: nn.Module) -> PreTrainedModel:
@@ -287,7 +286,8 @@ class AsymmetricPagedCache(LoadingCache):
     def reading_alone(self, prefix: Prefix | None) -> "AsymmetricPagedCache":
         """A cache of one row that is about to go on from a prefix; nothing limits its tokens."""
         twin = self._twin(self._state.fork(keeps_rows=False))
-        twin._state.prefixes.bound, twin._state.cold.limit = RowPrefixes.whole([prefix]), None
+        twin._state.prefixes.bind([prefix])
+        twin._state.cold.limit = None
         return twin
 
     def _twin(self, state: CacheState) -> "AsymmetricPagedCache":

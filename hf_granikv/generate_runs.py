@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from hf_granikv.agent import Reply
@@ -65,7 +64,7 @@ def _batch(
     ids, mask = left_padded(prompts, padding_id(tokenizer))
     width, device = ids.shape[1], device_of_ids(model)
     limit = settings.max_new_tokens(width)
-    cache.bind(torch.tensor([share.ids] * len(prompts)), salt=share.salt)
+    cache.rows.prefixes.bind([share.prefix] * len(prompts))
 
     timer = StepTimer(settings.kwargs.get("streamer"), limit)
     heard = {"streamer": timer} if settings.takes_streamer else {}

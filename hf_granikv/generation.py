@@ -26,7 +26,6 @@ from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
 from hf_granikv.config import is_count
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
 from hf_granikv.layer_kinds import ServedModel
-from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
 from hf_granikv.views import GroupShape
 
@@ -282,7 +281,7 @@ def _prefilled(
     for level, prefix in zip(levels, prefixes, strict=True):
         for row in level.rows:
             leaves[row] = prefix
-    cache.rows.prefixes.bound = RowPrefixes.whole(leaves)
+    cache.rows.prefixes.bind(leaves)
     # as generate does with a cache that it is handed
     cache._is_user_defined = True
     return cache

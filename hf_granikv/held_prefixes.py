@@ -1,5 +1,6 @@
 """The prefixes that one cache holds, and which of them the next batch starts from."""
 
+from collections.abc import Sequence
 from weakref import finalize
 
 from hf_granikv.pools import HotPool, Prefix
@@ -51,6 +52,10 @@ class HeldPrefixes:
         if self.bound is not None:
             return self.bound.longest
         return 0 if self.only is None else self.only.stop
+
+    def bind(self, leaves: Sequence[Prefix | None]) -> None:
+        """Lets the rows of the next batches start from these chains, whole."""
+        self.bound = RowPrefixes.whole(leaves)
 
     def starting_rows(self, num_rows: int) -> RowPrefixes:
         """What so many rows start from.

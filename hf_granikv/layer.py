@@ -53,8 +53,8 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         stored, by_parts = state.prefixes.any, state.reads_inputs
         if stored is not None:
             state.is_generation_pending = False
-            _check_same_kind(key_states, stored.keys[layer_idx], "keys", layer_idx)
-            _check_same_kind(value_states, stored.values[layer_idx], "values", layer_idx)
+            check_same_kind(key_states, stored.keys[layer_idx], "keys", layer_idx)
+            check_same_kind(value_states, stored.values[layer_idx], "values", layer_idx)
         is_first = state.is_staged or self._step_id == state.step_id
         if stored is None and is_first:
             self._check_same_as_held(key_states, value_states)
@@ -84,8 +84,8 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         held = self._state.cold.storage(self.layer_idx)
         if held is not None:
-            _check_same_kind(key_states, held[0], "keys", self.layer_idx)
-            _check_same_kind(value_states, held[1], "values", self.layer_idx)
+            check_same_kind(key_states, held[0], "keys", self.layer_idx)
+            check_same_kind(value_states, held[1], "values", self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Columns held: of the prefix and since."""
@@ -108,7 +108,18 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         raise NotImplementedError("all layers share their rows; call reset on the cache.")
 
 
-def _check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:
+def check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:
+    """Checks that new keys or values of a layer go with those in store.
+
+    Args:
+        states: `[num_rows, num_kv_heads, q_len, head_dim]`.
+        stored: `[num_kv_heads, any, head_dim]`.
+        what: Their name.
+        layer_idx: The layer.
+
+    Raises:
+        ValueError: If heads or dtype differ.
+    """
     got = (states.shape[1], states.shape[3], states.dtype)
     want = (stored.shape[0], stored.shape[2], stored.dtype)
     if got != want:

@@ -53,8 +53,7 @@ class PackedCache(Cache):
         except BaseException:
             self.settle()
             raise
-        packed = {"input_ids": self.packed_ids, "position_ids": torch.cat(positions, dim=1)}
-        return {**kwargs, **packed}
+        return {**kwargs, "position_ids": torch.cat(positions, dim=1)}
 
     @property
     def packed_ids(self) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_granikv.backends import BACKENDS
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.dispatch.fusing import FusingCost, fusing_cost, is_short
-from hf_granikv.errors import StalePrefixError
+from hf_granikv.layer import check_same_kind
 from hf_granikv.pools import Prefix
 from hf_granikv.pools.hot import Saver
 from hf_granikv.pools.storage import KeysAndValues
@@ -65,22 +65,14 @@ def check_is_kept(parked: ParkedRow, state: CacheState, *, knows_a_model: bool) 
     """
     if not knows_a_model:
         raise ValueError("no model is attached; call cache.attach(model) before promote.")
-    if parked.epoch is not state.epoch:
-        raise StalePrefixError(
-            "the parked row was computed before invalidate() was called, or by another cache; prefill "
-            "its tokens instead."
-        )
+    state.check_epoch(parked)
     stored = state.prefixes.any
     for layer_idx, held in enumerate(parked.tokens):
-        if held is None or stored is None:
-            continue
-        for ours, theirs in zip(held, (stored.keys, stored.values), strict=True):
-            kinds = [(t.shape[0], t.shape[2], t.dtype) for t in (ours, theirs[layer_idx])]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"layer {layer_idx} of the row has heads of {kinds[0]}, the prefixes of this cache "
-                    f"{kinds[1]}; promote rows of the model that the cache serves."
-                )
+        if held is not None and stored is not None:
+            # layers compare what a forward brings, which has rows
+            keys, values = (t.unsqueeze(0) for t in held)
+            check_same_kind(keys, stored.keys[layer_idx], "keys", layer_idx)
+            check_same_kind(values, stored.values[layer_idx], "values", layer_idx)
 
 
 def recording_of(parked: ParkedRow, num_tokens: int, layers: Sequence[LayerKind]) -> Recording:

@@ -1,5 +1,6 @@
 """The arguments of one `model.generate` call of a runner: checked, completed and looked up."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,18 @@ def padding_id(tokenizer: Any) -> int:
     """Gives the id that fills the left of a batch."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((token_id for token_id in ids if token_id is not None), 0)
+
+
+def argument_in_force(name: str, kwargs: Mapping[str, Any], model_config: Any) -> Any:
+    """Gives what `generate` uses for `name`: the call's, its config's, the model's; or None.
+
+    The call's counts even where it is None; a None in a config leaves the name open.
+    """
+    if name in kwargs:
+        return kwargs[name]
+    configs = (kwargs.get("generation_config"), model_config)
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +94,8 @@ class GenerationSettings:
             )
 
     def get(self, name: str) -> Any:
-        """Gives what `generate` uses for `name`: the call's, its config's, the model's; or None.
-
-        The call's counts even where it is None; a None in a config leaves the name open.
-        """
-        if name in self.kwargs:
-            return self.kwargs[name]
-        configs = (self.kwargs.get("generation_config"), self.model_config)
-        values = (getattr(config, name, None) for config in configs)
-        return next((value for value in values if value is not None), None)
+        """See `argument_in_force`."""
+        return argument_in_force(name, self.kwargs, self.model_config)
 
     @property
     def takes_streamer(self) -> bool:

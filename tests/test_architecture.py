@@ -73,7 +73,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "in_process": set(),
     "rows_cache": {"in_process", "layer_kinds", "state"},
-    "prefix_making": {"backends", "batch_rows", "dispatch", "pools", "recording", "state"},
+    "prefix_making": {
+        *("backends", "batch_rows", "dispatch", "layer", "pools", "recording", "state"),
+    },
     "cache": {
         *("accounting", "announce", "batch_rows", "cut_prompts", "forward_reader"),
         *("known_models", "layer_kinds", "lookup", "pools", "prefix_inputs", "prefix_making"),
@@ -93,7 +95,6 @@ ARROWS: dict[str, set[str]] = {
         "dispatch",
         "layer_kinds",
         "pools",
-        "row_prefixes",
         "shared_prefix",
     },
     "prompts": set(),
@@ -102,7 +103,7 @@ ARROWS: dict[str, set[str]] = {
     "report": {"timing"},
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
-    "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools"},
+    "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools", "settings"},
     "shares": {"cache", "lookup", "pools", "prompts", "timing"},
     "generate_runs": {
         "agent",

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode, StopStringCriteria
 from hf_granikv.announce import device_of_ids, transformers_model
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.engine.sampler import Sampler
+from hf_granikv.settings import argument_in_force
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,12 +65,8 @@ class Asked:
         self._kwargs = dict(kwargs)
 
     def get(self, name: str) -> Any:
-        """Gives what `generate` uses: the call's, even if None; else its config's, else the model's."""
-        if name in self._kwargs:
-            return self._kwargs[name]
-        configs = (self._kwargs.get("generation_config"), self._model.generation_config)
-        values = (getattr(config, name, None) for config in configs)
-        return next((value for value in values if value is not None), None)
+        """See `argument_in_force`."""
+        return argument_in_force(name, self._kwargs, self._model.generation_config)
 
     def reasons_against(self) -> list[str]:
         """Gives, in words, what a row among others cannot serve; empty if there is nothing."""

@@ -235,8 +235,8 @@ class ColdPool:
 
     def tidy(self) -> None:
         """Makes rows that moved runs again, so that reading them needs no gather."""
-        held = self.table.flat()
-        if len(held) and self.table.stride is None and len(np.unique(held)) == len(held):
+        is_scattered = self.table.stride is None
+        if is_scattered and len(held := self.table.flat()) and len(np.unique(held)) == len(held):
             self._lay_out(np.zeros(self.table.num_rows, dtype=np.int64), 1 / 8)
 
     def copy(self) -> "ColdPool":
