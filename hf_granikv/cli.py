@@ -5,11 +5,16 @@ import sys
 from collections.abc import Sequence
 
 from hf_granikv import __version__
+from hf_granikv.bench.command import main as run_bench
 from hf_granikv.demo import run_demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, by default this process's, and gives the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["bench"]:
+        # its sections have options of their own
+        return run_bench(argv[1:])
     arguments = _parser().parse_args(argv)
     return arguments.run(arguments)
 
@@ -21,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"granikv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("bench", help="measures it beside other caches and engines")
     demo = commands.add_parser(
         "demo",
         help="eight agents over one document, beside stock generate",

@@ -128,7 +128,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
-    "cli": {"demo", "demo_model"},
+    "bench": {"demo_model", "live_rows"},
+    "cli": {"bench", "demo", "demo_model"},
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),

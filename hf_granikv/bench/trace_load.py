@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_granikv.bench.workload import first_plain_id
+
 
 @dataclass(frozen=True)
 class Request:
@@ -68,13 +70,14 @@ def poisson_requests(
     generator = np.random.default_rng(seed)
     arrivals = np.cumsum(generator.exponential(1 / rate, count))
     reads = generator.integers(num_prefixes, size=count)
+    first_id = first_plain_id(vocab_size)
     lengths = zip(suffixes.draw(generator, count), outputs.draw(generator, count), strict=True)
     return [
         Request(
             f"request {i}",
             float(arrivals[i] - arrivals[0]),
             int(reads[i]),
-            tuple(generator.integers(2, vocab_size, suffix_len).tolist()),
+            tuple(generator.integers(first_id, vocab_size, suffix_len).tolist()),
             num_new,
         )
         for i, (suffix_len, num_new) in enumerate(lengths)

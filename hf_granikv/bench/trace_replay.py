@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from trace_engines import TraceEngine
-from trace_load import Request
+from hf_granikv.bench.trace_engines import TraceEngine
+from hf_granikv.bench.trace_load import Request
 
 
 @dataclass

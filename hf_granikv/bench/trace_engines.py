@@ -8,12 +8,13 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from continuous import ContinuousBatching, pool_tokens
 from torch import Tensor
-from trace_load import Request
 from transformers import PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache
+from hf_granikv.bench.continuous import ContinuousBatching, pool_tokens
+from hf_granikv.bench.peers import CONTINUOUS_ROWS
+from hf_granikv.bench.trace_load import Request
 from hf_granikv.live_rows import LiveRows, Row
 
 
@@ -177,5 +178,5 @@ class ContinuousEngine(TraceEngine):
 
 ENGINES: dict[str, Callable[[Setting], TraceEngine]] = {
     LiveEngine.name: LiveEngine,
-    **{f"continuous-{n}": partial(ContinuousEngine, rows_per_step=n) for n in (1, 2, 4, 8, 16)},
+    **{f"continuous-{n}": partial(ContinuousEngine, rows_per_step=n) for n in CONTINUOUS_ROWS},
 }
