@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,--retries 1 \
 	--extra-index-url https://download.pytorch.org/whl/cpu)
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench tables
 
 demo: $(VENV)/.demo
 	$(BIN)/granikv demo
@@ -19,7 +19,11 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/granikv bench
+
+# writes the tables of measured numbers from benchmarks/results
+tables: $(VENV)/.dev
+	$(BIN)/python benchmarks/write_tables.py
 
 # a torch that is there already stays
 $(VENV)/.torch:

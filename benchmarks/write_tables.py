@@ -3,15 +3,16 @@
     python benchmarks/write_tables.py           # writes
     python benchmarks/write_tables.py --check   # says what would change, and exits with 1 if anything does
 
-A mark names the table, the file in `benchmarks/results`, and which of its runs:
+A mark names the table, a file in `benchmarks/results` or a pattern of files, and which of their runs:
 
-    <!-- table summary cpu-amx.jsonl dtype=bfloat16 only="decode 16 x *, decode 1 x 4096 *" -->
+    <!-- table summary cpu-amx.jsonl dtype=bfloat16 only="decode 16 x *; decode 1 x 4096 *" -->
     <!-- end of table -->
 
 `summary` has a line for each run and a column for each peer, of which the best setting is shown; the
 first run has lines for what is above no context, and for bytes. The name of a section (`decode`,
-`ttft`, `drop_in`, `groups`, `trace`) has a line for each peer. `only` are patterns of section and
-workload; `dtype` is a word of the workload.
+`ttft`, `drop_in`, `groups`, `trace`) has a line for each peer. Each file has a table of its own, with
+machine and versions above it. `only` are patterns of section and
+workload, with semicolons between them; `dtype` is a word of the workload.
 """
 
 import argparse
@@ -73,9 +74,9 @@ class Mark(NamedTuple):
         if len(words) < 2 or words[0] not in ("summary", *TITLES) or unknown:
             raise ValueError(
                 f"the mark 'table {text}' is none: it has to be one of summary, {', '.join(TITLES)}, "
-                "a file in benchmarks/results, and dtype= and only= if need be."
+                "a file in benchmarks/results or a pattern, and dtype= and only= if need be."
             )
-        patterns = [each.strip() for each in options.get("only", "*").split(",")]
+        patterns = [each.strip() for each in options.get("only", "*").split(";")]
         return cls(words[0], words[1], options.get("dtype", "*"), tuple(patterns))
 
     def selects(self, run: Run) -> bool:
@@ -98,11 +99,16 @@ def rewritten(text: str, results: Path = RESULTS) -> str:
 def block(text: str, results: Path) -> str:
     """What belongs between two marks."""
     mark = Mark.parse(text)
-    runs = [run for run in runs_of(read_rows(results / mark.file)) if mark.selects(run)]
-    if not runs:
-        raise ValueError(f"the mark 'table {text}' selects no run of {mark.file}.")
-    table = summary(runs) if mark.table == "summary" else table_of(runs)
-    return f"{provenance(runs)}\n\n{table.markdown()}\n"
+    parts = []
+    for path in sorted(results.glob(mark.file)):
+        runs = [run for run in runs_of(read_rows(path)) if mark.selects(run)]
+        runs.sort(key=lambda run: list(TITLES).index(run.bench))
+        if runs:
+            table = summary(runs) if mark.table == "summary" else table_of(runs)
+            parts.append(f"{provenance(runs)}\n\n{table.markdown()}\n")
+    if not parts:
+        raise ValueError(f"the mark 'table {text}' selects no run of any file in {results}.")
+    return "\n".join(parts)
 
 
 def provenance(runs: Sequence[Run]) -> str:

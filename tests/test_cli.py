@@ -22,7 +22,7 @@ def test_version_is_the_packages(capsys):
     assert capsys.readouterr().out == f"granikv {hf_granikv.__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["demo", "--max-new-tokens", "1"], ["bench"]])
+@pytest.mark.parametrize("argv", [[], ["demo", "--max-new-tokens", "1"], ["measure"]])
 def test_what_is_no_command_is_refused(argv, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(argv)

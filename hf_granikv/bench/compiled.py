@@ -16,6 +16,7 @@ class StaticCompiled(Static):
     """
 
     name = "StaticCache-compiled"
+    has_models_time = False
     backend: ClassVar[str] = "inductor"
 
     def prepare(self, workload: Workload, num_steps: int) -> None:
@@ -29,8 +30,9 @@ class StaticCompiled(Static):
                     self.step(workload.suffixes[:, :1])
             # a missing or failing C++ compiler comes as errors of many kinds
             except Exception as error:
-                first_line = next(iter(str(error).strip().splitlines()), "")
-                raise PeerAbsent(f"torch.compile: {type(error).__name__}: {first_line}") from error
+                cause = getattr(error, "inner_exception", error)
+                first_line = next(iter(str(cause).strip().splitlines()), "")
+                raise PeerAbsent(f"torch.compile: {type(cause).__name__}: {first_line}") from error
             self._take_back()
 
     def _take_back(self) -> None:

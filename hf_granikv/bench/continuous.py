@@ -17,12 +17,14 @@ What it needs on a CPU, read off transformers 5.24 (`generation/continuous_batch
   reads go, prefixes too: `pool_tokens` leaves room for either.
 """
 
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
@@ -39,6 +41,9 @@ class ContinuousBatching:
         max_rows: Requests of one batch.
         max_batch_tokens: New tokens of one batch.
         page_size: Tokens of a page, the granularity of sharing.
+
+    Raises:
+        ValueError: This transformers has other settings for it.
     """
 
     def __init__(
@@ -50,6 +55,8 @@ class ContinuousBatching:
         max_batch_tokens: int,
         page_size: int = PAGE,
     ) -> None:
+        if reason := continuous_unsupported():
+            raise ValueError(f"{reason}; name other peers.")
         self._model = _Listening(model)
         inner: Any = model
         with self._attending():
@@ -144,6 +151,13 @@ class ContinuousBatching:
             os.environ.pop(name)
             if before[1] is not None:
                 os.environ[name] = before[1]
+
+
+def continuous_unsupported() -> str:
+    """Why it cannot run with the transformers that is installed; empty if it can."""
+    if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters:
+        return ""
+    return f"continuous batching of transformers {transformers.__version__} has no page_size"
 
 
 def pool_tokens(prefix_lens: Sequence[int], rows: Sequence[tuple[int, int]], max_rows: int) -> int:

@@ -41,7 +41,7 @@ PEERS: dict[str, PeerFactory] = {
     **LLAMA_CPP,
 }
 DEFAULT = ["granikv", "StaticCache", "StaticCache-compiled", "DynamicCache", "continuous-4"]
-DEFAULT += ["llama.cpp", "llama.cpp-flash", "no-context"]
+DEFAULT += [*LLAMA_CPP, NoContext.name]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

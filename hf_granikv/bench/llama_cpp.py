@@ -39,6 +39,7 @@ class LlamaCpp(Peer):
 
     name: ClassVar[str] = "llama.cpp"
     has_own_threads = True
+    has_models_time = False
 
     def __init__(self, model: PreTrainedModel, is_flash: bool, cached: str = "f16") -> None:
         super().__init__(model)

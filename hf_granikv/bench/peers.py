@@ -10,7 +10,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_granikv import AsymmetricPagedCache
-from hf_granikv.bench.continuous import PAGE, ContinuousBatching, pool_tokens
+from hf_granikv.bench.continuous import (
+    PAGE,
+    ContinuousBatching,
+    continuous_unsupported,
+    pool_tokens,
+)
 from hf_granikv.bench.runs import NO_CONTEXT
 from hf_granikv.bench.workload import Workload
 from hf_granikv.compat import CACHE_ARGUMENT
@@ -35,6 +40,8 @@ class Peer(ABC):
     is_compared: ClassVar[bool] = True
     # whether it computes in threads that are not torch's
     has_own_threads: ClassVar[bool] = False
+    # whether the rest of its step is what the model alone takes, as `NoContext` runs it
+    has_models_time: ClassVar[bool] = True
     # what has to be known about its figures
     note: str = ""
 
@@ -143,7 +150,8 @@ class Static(OnePrefixPeer):
         )
         for layer_idx, layer in enumerate(source.cache.layers):
             self.cache.update(layer.keys, layer.values, layer_idx)
-            layer.reset()
+            # freed one by one: there is no room for two caches of all rows
+            layer.keys = layer.values = None
 
     def bytes_held(self) -> int:
         return storage_bytes(self.cache)
@@ -208,6 +216,9 @@ class Continuous(Peer):
         super().__init__(model)
         self.name = f"continuous-{max_rows}"  # type: ignore[misc]
         self.max_rows = max_rows
+
+    def missing(self) -> str:
+        return continuous_unsupported()
 
     def prepare(self, workload: Workload, num_steps: int) -> None:
         names = [f"row {row}" for row in range(workload.num_rows)]

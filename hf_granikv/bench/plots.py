@@ -1,5 +1,6 @@
 """Pictures of runs: time of a step over rows and over the prefix, memory over agents."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
         for apart, points in pictures.items():
             if curves := _curves(plot, points):
                 folder.mkdir(parents=True, exist_ok=True)
-                slug = "".join(c if c.isalnum() else "-" for c in apart).replace("--", "-")
+                slug = "-".join(re.findall(r"\w+", apart))
                 files.append(folder / f"{plot.name}-{slug}.png")
                 _save(plot, apart, curves, points[-1][1], files[-1])
     return files
@@ -97,6 +98,7 @@ def _save(
     # no window and no global state: the figure is drawn by the canvas that it is saved with
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure: Any = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -108,7 +110,12 @@ def _save(
     ticks = sorted({along for curve in curves.values() for along, _ in curve})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
     axes.set_xticks([], minor=True)
-    axes.set_title(f"{run.where.get('model', '')} {apart}\n{_machine(run)}".strip(), fontsize=9)
+    # plain numbers at 1, 2 and 5 of each decade
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    title = f"{run.where.get('model', 'the model')}: {apart}\n{_machine(run)}"
+    axes.set_title(title, fontsize=9)
     axes.grid(True, which="both", alpha=0.25)
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=150)

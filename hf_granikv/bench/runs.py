@@ -58,9 +58,10 @@ class Run:
     def ratio(self, peer: str, metric: str) -> float | None:
         """A figure over that of the first peer; None where that says nothing."""
         theirs, first = self.value(peer, metric), self.value(self.peers[0], metric)
-        if peer in (self.peers[0], NO_CONTEXT) or theirs is None or first is None or first <= 0:
+        if peer in (self.peers[0], NO_CONTEXT) or theirs is None or first is None:
             return None
-        return theirs / first
+        # what is above no context may be less than the noise
+        return theirs / first if theirs > 0 and first > 0 else None
 
     def is_rival(self, peer: str) -> bool:
         """Whether the first peer is ours, and this one is not."""

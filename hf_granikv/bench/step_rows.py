@@ -37,7 +37,7 @@ def _figures(
     yield "step", "ms", [1e3 * s for s in timing.seconds], note
     if not peer.is_compared:
         return
-    if floor is not None:
+    if floor is not None and peer.has_models_time:
         pairs = zip(timing.seconds, floor.seconds, strict=True)
         yield "step_above_no_context", "ms", [1e3 * (s - low) for s, low in pairs], ""
     yield "held", "bytes", [peer.bytes_held()], ""
