@@ -39,5 +39,5 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[demo,dev,plots]'
 	touch $@

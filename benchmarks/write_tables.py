@@ -155,10 +155,12 @@ def _title(run: Run) -> str:
     """What was done, in words."""
     shape = run.shape
     if run.bench == "decode" and shape is not None:
-        rows = "1 row" if shape.num_rows == 1 else f"{shape.num_rows} rows"
-        return f"decode step, {rows} over {shape.prefix_len:,} tokens + {shape.suffix_len}"
+        if shape.num_rows == 1:
+            return f"decode step, 1 row over {shape.prefix_len:,} + {shape.suffix_len} tokens"
+        rows = f"{shape.num_rows} rows over {shape.prefix_len:,} shared tokens"
+        return f"decode step, {rows} + {shape.suffix_len} each"
     if run.bench == "ttft" and shape is not None:
-        return f"first token, {shape.num_rows} rows over {shape.prefix_len:,} tokens"
+        return f"first token, {shape.num_rows} rows over {shape.prefix_len:,} shared tokens"
     if run.bench == "groups":
         agents, _, rest = run.workload.partition(" x ")
         lengths = rest.partition(" + ")[0].split("/")

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_granikv.bench.gguf_file import gguf_file, unwritable
-from hf_granikv.bench.peers import Peer, PeerAbsent, PeerFactory
+from hf_granikv.bench.peers import Peer, PeerAbsent, PeerFactory, values_per_token
 from hf_granikv.bench.workload import Workload
 
 _PROMPT_BATCH = 512
@@ -92,13 +92,8 @@ class LlamaCpp(Peer):
             self.context.forget(row, position)
 
     def bytes_held(self) -> int:
-        config: Any = self.model.config
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
-        num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-        held: int = self.context.num_cells * num_values * _TYPES[self.cached][1]
-        return held
+        # it does not tell the bytes of its buffers, but how many cells are in them
+        return self.context.num_cells * values_per_token(self.model) * _TYPES[self.cached][1]
 
 
 class _Loaded:

@@ -291,13 +291,19 @@ def storage_bytes(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-def dense_bytes(model: PreTrainedModel, workload: Workload, num_steps: int) -> int:
-    """Bytes of keys and values of all rows, each with its own copy of a prefix."""
+def values_per_token(model: PreTrainedModel) -> int:
+    """Numbers that keys and values of one token are made of, in all layers."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count: int = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return count
+
+
+def dense_bytes(model: PreTrainedModel, workload: Workload, num_steps: int) -> int:
+    """Bytes of keys and values of all rows, each with its own copy of a prefix."""
     num_columns = max(ids.shape[1] for ids in workload.prefixes) + workload.suffixes.shape[1]
-    num_values = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    return workload.num_rows * (num_columns + num_steps) * num_values * model.dtype.itemsize
+    num_tokens = workload.num_rows * (num_columns + num_steps)
+    return num_tokens * values_per_token(model) * model.dtype.itemsize
 
 
 def backend_steps(cache: AsymmetricPagedCache) -> str:

@@ -96,6 +96,13 @@ def test_the_last_run_of_a_workload_counts_and_runs_are_never_mixed() -> None:
     assert second.shape.num_rows == 1
 
 
+def test_peers_of_another_hour_are_no_part_of_a_run() -> None:
+    rows = rows_of({"granikv": 50.0, "StaticCache": 100.0}) + rows_of(
+        {"DynamicCache": 9.0}, run="2"
+    )
+    assert one(rows).peers == ["DynamicCache"]
+
+
 def test_a_figure_that_comes_again_begins_a_run() -> None:
     """Rows of the first measurements have no time, only commit and date."""
     rows = rows_of({"granikv": 50.0, "DynamicCache": 100.0}) + rows_of({"granikv": 60.0})
@@ -138,7 +145,7 @@ def test_a_summary_takes_the_best_setting_of_each_engine() -> None:
     table = write_tables.summary(runs_of(rows))
     cells = dict(zip(table.heading, table.lines[0], strict=True))
     assert cells == {
-        "": "decode step, 16 rows over 4,096 tokens + 64",
+        "": "decode step, 16 rows over 4,096 shared tokens + 64 each",
         "hf_granikv": "50.0 ms",
         "continuous batching": "200 ms (4.00x)",
         "llama.cpp": "45.0 ms (**0.90x: we lose**)",
