@@ -81,7 +81,7 @@ def milliseconds(value: float) -> str:
 
 def seconds(value: float) -> str:
     """A time of some seconds."""
-    return f"{value:.1f} s"
+    return f"{value:.1f} s" if value >= 0.95 else f"{value:.2f} s"
 
 
 def megabytes(value: float) -> str:
