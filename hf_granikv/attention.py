@@ -12,7 +12,8 @@ from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.lazy import LazyKeyValue, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
-from hf_granikv.step_attention import ScoreRule, finished, step_attention
+from hf_granikv.step_attention import finished, step_attention
+from hf_granikv.step_work import ScoreRule
 
 ATTENTION_NAME = "granikv"
 
@@ -128,7 +129,7 @@ def _dense_reasons(
         reasons.append("the model writes to keys or values")
     if (key.token_dim, value.token_dim) != (2, 2) or value.layer_step is not step:
         reasons.append("keys and values are of another layout or of different layers")
-    if not query.dtype == key.dtype == value.dtype:
+    if not query.dtype == key.kept_dtype == value.kept_dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
     if step.plan.dense_reason is not None:
         reasons.append(step.plan.dense_reason)

@@ -20,11 +20,16 @@ class Journal:
         self._dense_askers: Counter[str] = Counter()
         self._decisions: dict[str, str] = {}
         self._fused: list[str] = []
+        self._decodes: Counter[str] = Counter()
 
     def note_backend(self, name: str, described: str) -> None:
         """Counts one forward pass; `described` is the reckoning that led to the choice."""
         self.backend_steps[name] += 1
         self._decisions[name] = described
+
+    def note_decode(self, reasons: list[str]) -> None:
+        """Counts a kind of layer in a decode step: compiled, or in torch for these reasons."""
+        self._decodes["compiled" if not reasons else f"in torch ({', '.join(reasons)})"] += 1
 
     def note_fused(self, described: str) -> None:
         """Notes that a prefix keeps tokens of its parents, and on what reckoning."""
@@ -55,6 +60,10 @@ class Journal:
                 f"dense route: keys or values of {len(self.dense_reads)} layers were put together "
                 f"{sum(self.dense_reads.values())} times, asked for by {askers}."
             )
+        report += [
+            f"private tokens of decode steps, {how}: {count} times"
+            for how, count in self._decodes.items()
+        ]
         report += [f"fused: {described}" for described in self._fused]
         if not self.backend_steps and not self.dense_reads:
             report.append("no forward pass has read a prefix yet.")

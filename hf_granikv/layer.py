@@ -1,5 +1,6 @@
 """One layer's face to transformers."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
-from hf_granikv.views import LayerStep, Window
+from hf_granikv.views import LayerStep, PrivateTokens, Window
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -72,7 +73,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             layer_idx,
             step.plan,
             state.reads.parts(layer_idx),
-            *state.cold.read(layer_idx),
+            self._private(),
             self._window,
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
@@ -80,6 +81,13 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def private(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
         return self._state.cold.read(self.layer_idx)
+
+    def _private(self) -> PrivateTokens:
+        cold, layer_idx = self._state.cold, self.layer_idx
+        storages = cold.storage(layer_idx)
+        assert storages is not None, "the new tokens were written"
+        table = cold.table
+        return PrivateTokens(storages, table.slots, table.max_length, partial(cold.read, layer_idx))
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         held = self._state.cold.storage(self.layer_idx)

@@ -1,6 +1,6 @@
 """Keys and values that are put together only if somebody needs them in one piece."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_granikv.errors import NotPackableError
 from hf_granikv.tokenwise import TokenSplit, plan
-from hf_granikv.views import LayerStep
+from hf_granikv.views import LayerStep, PrivateTokens
 
 # what may be asked of a tensor without looking at its content
 _METADATA: frozenset[Any] = frozenset(
@@ -31,9 +31,9 @@ class LazyKeyValue(torch.Tensor):
     Attributes:
         METADATA: The torch functions that ask about shape or dtype only.
         layer_step: Whose keys and values these are.
-        suffix: `[num_rows, num_kv_heads, max_suffix_len, head_dim]` what is private; tokens may
-            have moved to another dimension.
         token_dim: The dimension of the tokens.
+        is_value: Whether these are values.
+        kept_dtype: `dtype`, which costs a call into torch.
         is_buffer: Whether the parts are new memory that a model fills.
         is_written: Whether the dense tensor was written to, which the parts do not show.
     """
@@ -41,39 +41,56 @@ class LazyKeyValue(torch.Tensor):
     METADATA = _METADATA
 
     layer_step: LayerStep
-    suffix: Tensor
     token_dim: int
+    is_value: bool
+    kept_dtype: torch.dtype
     is_buffer: bool
     is_written: bool
-    _prefixes: tuple[Tensor, ...]
+    # what the model has made of the parts, prefixes and suffix; None as long as they are the step's
+    _parts: tuple[tuple[Tensor, ...], Tensor] | None
     _dense: Tensor | None
 
     @staticmethod
     def __new__(cls, layer_step: LayerStep, *, is_value: bool) -> "LazyKeyValue":
         """Wraps one side of `layer_step`."""
-        prefixes = tuple(p.values if is_value else p.keys for p in layer_step.parts)
-        suffix = layer_step.suffix_values if is_value else layer_step.suffix_keys
-        return cls._of_parts(layer_step, prefixes, suffix, 2)
+        shape, like = layer_step.private.like(is_value)
+        return cls._make(layer_step, (*shape[:2], layer_step.plan.kv_len, shape[3]), like, is_value)
 
     @classmethod
+    def _make(
+        cls, layer_step: LayerStep, shape: Sequence[int], like: Tensor, is_value: bool
+    ) -> "LazyKeyValue":
+        lazy: LazyKeyValue = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device
+        )
+        lazy.layer_step, lazy.token_dim, lazy.is_value = layer_step, 2, is_value
+        lazy.kept_dtype, lazy.is_buffer, lazy.is_written = like.dtype, False, False
+        lazy._parts, lazy._dense = None, None
+        return lazy
+
     def _of_parts(
-        cls,
-        layer_step: LayerStep,
-        prefixes: tuple[Tensor, ...],
-        suffix: Tensor,
-        token_dim: int,
-        *,
-        is_buffer: bool = False,
+        self, prefixes: tuple[Tensor, ...], suffix: Tensor, token_dim: int, *, is_buffer: bool
     ) -> "LazyKeyValue":
         shape = list(suffix.shape)
-        shape[token_dim] = layer_step.plan.kv_len
-        lazy: LazyKeyValue = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=suffix.dtype, device=suffix.device
-        )
-        lazy.layer_step = layer_step
-        lazy._prefixes, lazy.suffix, lazy.token_dim = prefixes, suffix, token_dim
-        lazy.is_buffer, lazy.is_written, lazy._dense = is_buffer, False, None
+        shape[token_dim] = self.layer_step.plan.kv_len
+        lazy = self._make(self.layer_step, shape, suffix, self.is_value)
+        lazy.token_dim, lazy.is_buffer, lazy._parts = token_dim, is_buffer, (prefixes, suffix)
         return lazy
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether the parts are those of the layer step, and not what a model made of them."""
+        return self._parts is None
+
+    @property
+    def suffix(self) -> Tensor:
+        """`[num_rows, num_kv_heads, max_suffix_len, head_dim]` what is private.
+
+        Tokens may have moved to another dimension.
+        """
+        if self._parts is None:
+            return self.layer_step.private.tensors[self.is_value]
+        return self._parts[1]
 
     @property
     def prefixes(self) -> tuple[Tensor, ...]:
@@ -81,8 +98,10 @@ class LazyKeyValue(torch.Tensor):
 
         Tokens lie where they do in `suffix`.
         """
-        ndim = self.suffix.ndim
-        return tuple(t if t.ndim == ndim else t[None] for t in self._prefixes)
+        if self._parts is not None:
+            return self._parts[0]
+        parts = self.layer_step.parts
+        return tuple((part.values if self.is_value else part.keys)[None] for part in parts)
 
     def materialize(self, asked_by: str) -> Tensor:
         """The dense tensor, in the columns of the mask that the model was given.
@@ -174,13 +193,13 @@ class LazyKeyValue(torch.Tensor):
 def step_of(key: LazyKeyValue, value: LazyKeyValue) -> LayerStep:
     """What attention reads for these keys and values, whatever they were expanded to."""
     step = key.layer_step
-    if key.suffix is step.suffix_keys and value.suffix is step.suffix_values:
+    if key.is_as_stored and value.is_as_stored:
         return step
     parts = tuple(
         replace(part, keys=its_keys[0], values=its_values[0])
         for part, its_keys, its_values in zip(step.parts, key.prefixes, value.prefixes, strict=True)
     )
-    return replace(step, parts=parts, suffix_keys=key.suffix, suffix_values=value.suffix)
+    return replace(step, parts=parts, private=PrivateTokens.of_tensors(key.suffix, value.suffix))
 
 
 def _by_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,9 +222,7 @@ def _by_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_buffer = func is torch.Tensor.new_empty or lazy.is_buffer
 
     def whole(suffix: Tensor, *prefixes: Tensor) -> LazyKeyValue:
-        return LazyKeyValue._of_parts(
-            lazy.layer_step, prefixes, suffix, token_dim, is_buffer=is_buffer
-        )
+        return lazy._of_parts(prefixes, suffix, token_dim, is_buffer=is_buffer)
 
     if isinstance(suffix, Tensor):
         return whole(suffix, *prefixes)

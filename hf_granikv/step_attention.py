@@ -1,54 +1,13 @@
 """Attention of one layer in one forward pass: prefixes once per group, suffix per row, merged."""
 
-from dataclasses import dataclass, replace
-from functools import cache
-
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_granikv.backends import BACKENDS, PrefixBackend
-from hf_granikv.dispatch import Decision, Dispatcher
+from hf_granikv.kernels.decode_attention import GroupStates
 from hf_granikv.kernels.merge_states import merge_states, merged_out
-from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask, suffix_attention
-from hf_granikv.views import AttentionState, GroupShape, LayerStep, PrefixPart
-from hf_granikv.windows import PrefixView, prefix_view, suffix_view
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRule:
-    """What a layer does to its scores besides masking.
-
-    Attributes:
-        scale: Factor on them.
-        softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
-        sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
-    """
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _PartWork:
-    """What attention works out of one part of the prefixes."""
-
-    part_idx: int
-    rows: slice | Tensor | None
-    backend: PrefixBackend | None
-    view: PrefixView | None
-    fringe_mask: SuffixMask | None
-
-
-@dataclass(frozen=True, slots=True)
-class _StepWork:
-    """What attention works out at the first layer of a kind and keeps for the others of a step."""
-
-    levels: list[list[_PartWork]]
-    suffix_start: int
-    mask: SuffixMask | None
+from hf_granikv.kernels.suffix_attention import suffix_attention
+from hf_granikv.step_work import PartWork, ScoreRule, StepWork, prepare
+from hf_granikv.views import AttentionState, LayerStep, PrefixPart
 
 
 def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
@@ -65,52 +24,70 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     scratch = step.plan.scratch
     key = (
         query.shape,
-        step.suffix_keys.shape[1],
+        step.private.like(0)[0][1],
         query.device,
         step.window,
         rule.softcap is not None,
     )
     work = scratch.get(key)
     if work is None:
-        work = scratch[key] = _prepare(query, step, rule)
+        work = scratch[key] = prepare(query, step, rule)
+    if work.decode is not None:
+        return _decoded(query, step, work, rule)
     states = [state for level in work.levels for state in _of_level(query, step, level, rule)]
-    own_keys, own_values = step.suffix_keys, step.suffix_values
+    own_keys, own_values = step.private.tensors
     if work.suffix_start:
         own_keys, own_values = (
             own_keys[:, :, work.suffix_start :],
             own_values[:, :, work.suffix_start :],
         )
-    states.append(
-        suffix_attention(
-            query, own_keys, own_values, scale=rule.scale, mask=work.mask, softcap=rule.softcap
-        )
+    own = suffix_attention(
+        query, own_keys, own_values, scale=rule.scale, mask=work.mask, softcap=rule.softcap
     )
+    states.append(own.by_kv_head(own_keys.shape[1]))
     return finished(states, query, rule)
 
 
+def _decoded(query: Tensor, step: LayerStep, work: StepWork, rule: ScoreRule) -> Tensor:
+    """Attends in the backends to the prefixes, and in one compiled pass to all the rest."""
+    assert work.decode is not None
+    assert step.private.storages is not None
+    states = []
+    for part_work in work.in_order:
+        of_rows = query if part_work.rows is None else query[part_work.rows]
+        for state in _of_part(of_rows, step.parts[part_work.part_idx], part_work, rule):
+            states.append(GroupStates(*state, part_work.row_map))
+    return work.decode.run(query, *step.private.storages, states, sinks=rule.sinks)
+
+
 def _of_level(
-    query: Tensor, step: LayerStep, level: list[_PartWork], rule: ScoreRule
+    query: Tensor, step: LayerStep, level: list[PartWork], rule: ScoreRule
 ) -> list[AttentionState]:
     """Attends to the prefixes of one depth, each from the rows that read it."""
     if level[0].rows is None:
-        return _of_part(query, step.parts[level[0].part_idx], level[0], rule)
+        states = _of_part(query, step.parts[level[0].part_idx], level[0], rule)
+        return [
+            AttentionState(*piece) for stacked in states for piece in zip(*stacked, strict=True)
+        ]
     spread: list[AttentionState] = []
     for work in level:
         part = step.parts[work.part_idx]
-        for i, state in enumerate(_of_part(query[work.rows], part, work, rule)):
+        states = _of_part(query[work.rows], part, work, rule)
+        pieces = (piece for stacked in states for piece in zip(*stacked, strict=True))
+        for i, (out, lse) in enumerate(pieces):
             if i == len(spread):
-                out = query.new_zeros(
-                    (*query.shape[:-1], part.values.shape[-1]), dtype=torch.float32
-                )
-                spread.append(AttentionState(out, out.new_full(out.shape[:-1], -torch.inf)))
-            spread[i].out[work.rows] = state.out.float()
-            spread[i].lse[work.rows] = state.lse
+                size = (len(query), *out.shape[1:])
+                nothing = query.new_zeros(size, dtype=torch.float32)
+                spread.append(AttentionState(nothing, nothing.new_full(size[:-1], -torch.inf)))
+            spread[i].out[work.rows] = out.float()
+            spread[i].lse[work.rows] = lse
     return spread
 
 
 def _of_part(
-    query: Tensor, part: PrefixPart, work: _PartWork, rule: ScoreRule
+    query: Tensor, part: PrefixPart, work: PartWork, rule: ScoreRule
 ) -> list[AttentionState]:
+    """Attends to one prefix; stacked states by kv head (`PrefixBackend.pieces`)."""
     states, keys, values = [], part.keys, part.values
     if (view := work.view) is not None:
         start, common = part.start, view.common_start - part.start
@@ -119,16 +96,18 @@ def _of_part(
             states.append(_of_fringe(query, keys[:, fringe], values[:, fringe], work, rule))
         keys, values = keys[:, common:], values[:, common:]
     if work.backend is not None:
-        states.append(work.backend.run(query, keys, values, scale=rule.scale, softcap=rule.softcap))
+        states.append(
+            work.backend.pieces(query, keys, values, scale=rule.scale, softcap=rule.softcap)
+        )
     return states
 
 
 def _of_fringe(
-    query: Tensor, keys: Tensor, values: Tensor, work: _PartWork, rule: ScoreRule
+    query: Tensor, keys: Tensor, values: Tensor, work: PartWork, rule: ScoreRule
 ) -> AttentionState:
     """Attends to the prefix tokens that the windows of some rows have left, each row by itself."""
     num_rows = query.shape[0]
-    return suffix_attention(
+    state = suffix_attention(
         query,
         keys.expand(num_rows, -1, -1, -1),
         values.expand(num_rows, -1, -1, -1),
@@ -136,106 +115,16 @@ def _of_fringe(
         mask=work.fringe_mask,
         softcap=rule.softcap,
     )
+    out, lse = state.by_kv_head(len(keys))
+    return AttentionState(out[None], lse[None])
 
 
 def finished(states: list[AttentionState], query: Tensor, rule: ScoreRule) -> Tensor:
     """Merges, lets the sinks take their share, and gives the layout of transformers."""
     if rule.sinks is None:
-        out = merged_out(states)
+        out = merged_out(states).reshape(*query.shape[:3], -1)
     else:
-        out, lse = merge_states(states)
+        out, lse = (t.reshape(*query.shape[:3], *t.shape[3:]) for t in merge_states(states))
         sinks = rule.sinks.to(lse.device, torch.float32)[None, :, None]
         out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
     return out.transpose(1, 2).to(query.dtype).contiguous()
-
-
-def _prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> _StepWork:
-    if query.shape[2] != step.plan.q_len:
-        step = replace(step, plan=step.plan.of_last_queries(query.shape[2]))
-    plan, window = step.plan, step.window
-    levels: dict[int, list[_PartWork]] = {}
-    for part_idx, part in enumerate(step.parts):
-        work = _prepare_part(query, step, part_idx, rule)
-        if work.backend is not None or work.fringe_mask is not None:
-            levels.setdefault(part.group.depth, []).append(work)
-    mask, start = plan.suffix_mask, 0
-    if window is not None:
-        own = suffix_view(plan, window, step.suffix_keys.shape[2])
-        mask, start = own.mask, own.start
-    return _StepWork(list(levels.values()), start, _ready(mask, query))
-
-
-def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule) -> _PartWork:
-    part, plan, view, backend = step.parts[part_idx], step.plan, None, None
-    group, common_start = part.group, part.start
-    if step.window is not None:
-        view = prefix_view(part, plan, step.window)
-        common_start = view.common_start
-    num_rows = len(query) if group.rows is None else len(group.rows)
-    if group.stop > common_start:
-        shape = _group_shape(query, part, num_rows, group.stop - common_start, rule)
-        decision = _dispatcher(plan.dispatch).choose(shape, query.device.type)
-        _note(step, decision.backend_name, _described(shape, decision))
-        backend = BACKENDS[decision.backend_name]
-    fringe_mask = None if view is None else _ready(view.fringe_mask, query)
-    if view is not None and fringe_mask is not None:
-        num_tokens = common_start - view.fringe_start
-        shape = _group_shape(query, part, num_rows, num_tokens, rule)
-        _note(step, "per_row", f"{_sized(shape)} that only some rows still see")
-    return _PartWork(part_idx, _index(group.rows, query.device), backend, view, fringe_mask)
-
-
-def _index(rows: NDArray[np.int64] | None, device: torch.device) -> slice | Tensor | None:
-    """An index that takes the rows of a group, without a copy where they are neighbours."""
-    if rows is None:
-        return None
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows):
-        return slice(first, last + 1)
-    return torch.from_numpy(rows).to(device)
-
-
-def _ready(mask: Tensor | None, query: Tensor) -> SuffixMask | None:
-    return None if mask is None else prepare_mask(mask.to(query.device), query.dtype)
-
-
-def _group_shape(
-    query: Tensor, part: PrefixPart, num_rows: int, prefix_len: int, rule: ScoreRule
-) -> GroupShape:
-    _, num_q_heads, q_len, head_dim = query.shape
-    num_kv_heads = part.keys.shape[0]
-    return GroupShape(
-        num_rows=num_rows,
-        q_len=q_len,
-        prefix_len=prefix_len,
-        num_kv_heads=num_kv_heads,
-        gqa_ratio=num_q_heads // num_kv_heads,
-        head_dim=head_dim,
-        dtype_bytes=part.keys.element_size(),
-        is_capped=rule.softcap is not None,
-    )
-
-
-def _note(step: LayerStep, backend_name: str, described: str) -> None:
-    """Counts a backend once per forward pass, whatever the number of layers and kinds."""
-    noted = step.plan.scratch.setdefault("noted backends", set())
-    if backend_name not in noted:
-        noted.add(backend_name)
-        step.plan.journal.note_backend(backend_name, described)
-
-
-@cache
-def _dispatcher(choice: str) -> Dispatcher:
-    return Dispatcher(choice, backends=BACKENDS)
-
-
-def _described(shape: GroupShape, decision: Decision) -> str:
-    predicted = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in decision.predicted_s.items())
-    refused = "".join(
-        f"; {name} refused: {', '.join(why)}" for name, why in decision.refused.items()
-    )
-    return f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}"
-
-
-def _sized(shape: GroupShape) -> str:
-    return f"{shape.num_rows} rows x {shape.q_len} tokens over {shape.prefix_len}"

@@ -1,5 +1,6 @@
 """Frozen records that rooms show each other."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,14 +15,20 @@ class AttentionState(NamedTuple):
     """A partial attention result that can be merged with others over the same queries.
 
     Attributes:
-        out: `[rows, num_q_heads, q_len, head_dim]` softmax-weighted values of this part alone.
-        lse: `[rows, num_q_heads, q_len]` float32, natural log of the sum of exponentiated scores;
-            any strides.
+        out: `[rows, num_q_heads, q_len, head_dim]` softmax-weighted values of this part alone; by
+            kv head, `[rows, num_kv_heads, gqa_ratio * q_len, head_dim]`.
+        lse: `[rows, num_q_heads, q_len]`, or by kv head likewise; float32, natural log of the sum
+            of exponentiated scores; any strides.
             A part in which a query sees nothing is `(0, -inf)`.
     """
 
     out: Tensor
     lse: Tensor
+
+    def by_kv_head(self, num_kv_heads: int) -> "AttentionState":
+        """The same with the queries of one kv head side by side."""
+        sizes = (num_kv_heads, -1)
+        return AttentionState(*(t.unflatten(1, sizes).flatten(2, 3) for t in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,59 @@ class StepPlan:
         return int(self.prefix_lens.max(initial=0))
 
 
+class PrivateTokens:
+    """Private tokens of all rows in one layer: as they lie in the pool, and put together if asked.
+
+    Args:
+        storages: Keys and values, `[num_kv_heads, num_slots, head_dim]` each.
+        slots: `[num_rows, at least max_length]` which slot holds the j-th token of each row.
+        max_length: Tokens of the longest row.
+        read: Gives keys and values, `[num_rows, num_kv_heads, max_length, head_dim]` each.
+    """
+
+    __slots__ = ("_read", "_tensors", "max_length", "slots", "storages")
+
+    def __init__(
+        self,
+        storages: tuple[Tensor, Tensor],
+        slots: NDArray[np.int64],
+        max_length: int,
+        read: Callable[[], tuple[Tensor, Tensor]],
+    ) -> None:
+        self.storages: tuple[Tensor, Tensor] | None = storages
+        self.slots: NDArray[np.int64] | None = slots
+        self.max_length = max_length
+        self._read: Callable[[], tuple[Tensor, Tensor]] | None = read
+        self._tensors: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of_tensors(cls, keys: Tensor, values: Tensor) -> "PrivateTokens":
+        """Tokens that lie in no pool: `[num_rows, num_kv_heads, max_length, head_dim]`."""
+        tokens = cls.__new__(cls)
+        tokens.storages, tokens.slots, tokens.max_length = None, None, keys.shape[2]
+        tokens._read, tokens._tensors = None, (keys, values)
+        return tokens
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, `[num_rows, num_kv_heads, max_length, head_dim]`, strided."""
+        if self._tensors is None:
+            assert self._read is not None
+            self._tensors = self._read()
+        return self._tensors
+
+    def like(self, side: int) -> tuple[tuple[int, ...], Tensor]:
+        """Shape of the keys (0) or values (1), and a tensor of their dtype and device."""
+        if self._tensors is not None:
+            tensor = self._tensors[side]
+            return tuple(tensor.shape), tensor
+        assert self.storages is not None
+        assert self.slots is not None
+        storage = self.storages[side]
+        num_heads, _, head_dim = storage.shape
+        return (len(self.slots), num_heads, self.max_length, head_dim), storage
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     """What one layer's attention reads in one forward pass.
@@ -189,16 +249,14 @@ class LayerStep:
         layer_idx: The layer.
         plan: The forward pass.
         parts: What is stored of the prefixes, parents before their children.
-        suffix_keys: `[num_rows, num_kv_heads, max_suffix_len, head_dim]`, strided.
-        suffix_values: Likewise.
+        private: What is private to the rows.
         window: What the layer sees; None = everything before.
     """
 
     layer_idx: int
     plan: StepPlan
     parts: tuple[PrefixPart, ...]
-    suffix_keys: Tensor
-    suffix_values: Tensor
+    private: PrivateTokens
     window: Window | None = None
 
 

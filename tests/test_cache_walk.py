@@ -138,7 +138,7 @@ class Held:
         if mask is None:
             mask = torch.ones(len(self.rows), 1, q_len, width, dtype=torch.bool)
         mask = mask.expand(len(self.rows), -1, -1, -1)
-        assert step.suffix_keys.shape[2] == mask.shape[3] == width
+        assert step.private.max_length == mask.shape[3] == width
         before = self.owned.shape[1] - q_len
         for row, column in itertools.product(range(len(self.rows)), range(q_len)):
             if self.owned[row, before + column]:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_granikv.attention import granikv_attention
 from hf_granikv.journal import Journal
 from hf_granikv.lazy import LazyKeyValue
-from hf_granikv.views import LayerStep, PrefixGroup, PrefixPart, StepPlan
+from hf_granikv.views import LayerStep, PrefixGroup, PrefixPart, PrivateTokens, StepPlan
 
 ROWS, HEADS, PREFIX_LEN, HEAD_DIM = 3, 2, 5, 4
 # which columns since the prefix hold a token: pads to the left, in the middle, and nowhere
@@ -54,15 +54,16 @@ def layer_step(
                 0,
             ),
         ),
-        torch.randn(*suffix_shape, HEAD_DIM),
-        torch.randn(*suffix_shape, width),
+        PrivateTokens.of_tensors(
+            torch.randn(*suffix_shape, HEAD_DIM), torch.randn(*suffix_shape, width)
+        ),
     )
 
 
 def dense(step: LayerStep, owned: Tensor, *, is_value: bool) -> Tensor:
     """Puts every token where its column is, one by one; a pad repeats the token before it."""
     prefix = step.parts[0].values if is_value else step.parts[0].keys
-    suffix = step.suffix_values if is_value else step.suffix_keys
+    suffix = step.private.tensors[is_value]
     out = torch.empty(ROWS, HEADS, PREFIX_LEN + owned.shape[1], suffix.shape[-1])
     for row in range(ROWS):
         out[row, :, :PREFIX_LEN] = prefix

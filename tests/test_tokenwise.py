@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from hf_granikv.attention import granikv_attention
 from hf_granikv.lazy import LazyKeyValue, step_of
+from hf_granikv.views import PrivateTokens
 
 KV_LEN = PREFIX_LEN + 4
 WEIGHT = torch.randn(12, HEAD_DIM)
@@ -37,8 +38,7 @@ def one_head(owned: Tensor) -> Any:
         step.layer_idx,
         step.plan,
         (replace(part, keys=part.keys[:1], values=part.values[:1]),),
-        step.suffix_keys[:, :1],
-        step.suffix_values[:, :1],
+        PrivateTokens.of_tensors(*(t[:, :1] for t in step.private.tensors)),
     )
 
 
@@ -61,13 +61,12 @@ def test_latents_are_expanded_by_parts(owned: Tensor) -> None:
 def plain(step: Any, owned: Tensor, *, is_value: bool) -> Tensor:
     part = step.parts[0]
     prefix = part.values if is_value else part.keys
-    suffix = step.suffix_values if is_value else step.suffix_keys
+    suffix = step.private.tensors[is_value]
     wide = type(step)(
         step.layer_idx,
         step.plan,
         (replace(part, keys=prefix.expand(HEADS, -1, -1), values=prefix.expand(HEADS, -1, -1)),),
-        suffix.expand(-1, HEADS, -1, -1),
-        suffix.expand(-1, HEADS, -1, -1),
+        PrivateTokens.of_tensors(*[suffix.expand(-1, HEADS, -1, -1)] * 2),
     )
     return dense(wide, owned, is_value=is_value)[:, :1]
 
@@ -106,11 +105,11 @@ def as_list(out: Any) -> list[Tensor]:
 def test_a_model_that_writes_to_keys_is_attended_densely_and_hot_stays() -> None:
     step = layer_step(ALL_COLUMNS)
     keys, values = LazyKeyValue(step, is_value=False), LazyKeyValue(step, is_value=True)
-    before = step.parts[0].keys.clone(), step.suffix_keys.clone()
+    before = step.parts[0].keys.clone(), step.private.tensors[0].clone()
     keys[..., :2].copy_(torch.zeros(ROWS, HEADS, KV_LEN, 2))
     keys.mul_(2.0)
     assert torch.equal(step.parts[0].keys, before[0])
-    assert torch.equal(step.suffix_keys, before[1])
+    assert torch.equal(step.private.tensors[0], before[1])
     query = torch.randn(ROWS, HEADS, 1, HEAD_DIM)
     module = torch.nn.Module()
     module.num_key_value_groups = 1

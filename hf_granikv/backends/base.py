@@ -23,7 +23,7 @@ class PrefixBackend(ABC):
         """Gives what this backend has to do for the group in one layer."""
 
     @abstractmethod
-    def run(
+    def pieces(
         self,
         query: Tensor,
         keys: Tensor,
@@ -32,17 +32,18 @@ class PrefixBackend(ABC):
         scale: float,
         softcap: float | None = None,
     ) -> AttentionState:
-        """Attends to the whole prefix; nothing in it is masked.
+        """Attends to the whole prefix, in pieces that are yet to be merged.
 
         Args:
             query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
-            keys: `[num_kv_heads, prefix_len, head_dim]`.
+            keys: `[num_kv_heads, prefix_len, head_dim]`; nothing in it is masked.
             values: `[num_kv_heads, prefix_len, value_dim]`.
             scale: Factor on the scores.
             softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
 
         Returns:
-            out `[rows, num_q_heads, q_len, value_dim]` and lse `[rows, num_q_heads, q_len]` float32.
+            Stacked states by kv head: out `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len,
+            value_dim]` and lse `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len]`, any strides.
         """
 
 
@@ -62,19 +63,18 @@ def pack_queries(query: Tensor, num_kv_heads: int) -> Tensor:
     return grouped.reshape(num_kv_heads, rows * queries_per_row, head_dim)
 
 
-def unpack_state(out: Tensor, lse: Tensor, like: Tensor) -> AttentionState:
-    """Undoes `pack_queries` on a result.
+def of_rows(out: Tensor, lse: Tensor, num_rows: int) -> AttentionState:
+    """Undoes `pack_queries` on a result, without a copy.
 
     Args:
-        out: `[num_kv_heads, num_queries, value_dim]`.
-        lse: `[num_kv_heads, num_queries]`.
-        like: `[rows, num_q_heads, q_len, head_dim]` query that was packed.
+        out: `[num_pieces, num_kv_heads, num_queries, value_dim]`.
+        lse: `[num_pieces, num_kv_heads, num_queries]`.
+        num_rows: Rows whose queries were packed.
     """
-    shape, num_kv_heads = like.shape, out.shape[0]
-    # a lone row needs no transpose, and reshape then copies only what is not yet contiguous
-    by_row = (num_kv_heads, shape[0], out.shape[1] // shape[0])
-    out = out.view(*by_row, -1).transpose(0, 1).reshape(*shape[:3], out.shape[-1])
-    return AttentionState(out, lse.view(by_row).transpose(0, 1).reshape(shape[:3]))
+    sizes = (num_rows, out.shape[2] // num_rows)
+    return AttentionState(
+        out.unflatten(2, sizes).transpose(1, 2), lse.unflatten(2, sizes).transpose(1, 2)
+    )
 
 
 def attention_flops(shape: GroupShape) -> float:

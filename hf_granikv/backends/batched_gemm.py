@@ -7,9 +7,9 @@ from torch import Tensor
 from hf_granikv.backends.base import (
     PrefixBackend,
     attention_flops,
+    of_rows,
     pack_queries,
     prefix_bytes,
-    unpack_state,
 )
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.shared_attention import gemm_shared_attention
@@ -30,7 +30,7 @@ class BatchedGemmBackend(PrefixBackend):
         num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
         return Work(attention_flops(shape), prefix_bytes(shape), 8, num_queries)
 
-    def run(
+    def pieces(
         self,
         query: Tensor,
         keys: Tensor,
@@ -41,5 +41,5 @@ class BatchedGemmBackend(PrefixBackend):
     ) -> AttentionState:
         """Attends tile by tile; out is float32."""
         packed = pack_queries(query, keys.shape[0])
-        out, lse = gemm_shared_attention(packed, keys, values, scale=scale, softcap=softcap)
-        return unpack_state(out, lse, query)
+        states = gemm_shared_attention(packed, keys, values, scale=scale, softcap=softcap)
+        return of_rows(*states, query.shape[0])

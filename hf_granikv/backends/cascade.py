@@ -7,9 +7,9 @@ from torch import Tensor
 from hf_granikv.backends.base import (
     PrefixBackend,
     attention_flops,
+    of_rows,
     pack_queries,
     prefix_bytes,
-    unpack_state,
 )
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.shared_attention import flash_shared_attention
@@ -33,7 +33,7 @@ class CascadeBackend(PrefixBackend):
         num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
         return Work(attention_flops(shape), prefix_bytes(shape), 4, num_queries)
 
-    def run(
+    def pieces(
         self,
         query: Tensor,
         keys: Tensor,
@@ -45,5 +45,5 @@ class CascadeBackend(PrefixBackend):
         """Attends in one fused call; out has the dtype of the query on a CPU."""
         assert softcap is None, "unsupported_reasons names soft-capping"
         packed = pack_queries(query, keys.shape[0])
-        out, lse = flash_shared_attention(packed, keys, values, scale=scale)
-        return unpack_state(out, lse, query)
+        states = flash_shared_attention(packed, keys, values, scale=scale)
+        return of_rows(*states, query.shape[0])

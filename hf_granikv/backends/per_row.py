@@ -20,7 +20,7 @@ class PerRowBackend(PrefixBackend):
         num_bytes = shape.num_rows * prefix_bytes(shape)
         return Work(attention_flops(shape), num_bytes, 2, shape.gqa_ratio * shape.q_len)
 
-    def run(
+    def pieces(
         self,
         query: Tensor,
         keys: Tensor,
@@ -32,4 +32,6 @@ class PerRowBackend(PrefixBackend):
         """Attends without packing across rows; out has the dtype of the query on a CPU."""
         rows = query.shape[0]
         keys, values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
-        return suffix_attention(query, keys, values, scale=scale, mask=None, softcap=softcap)
+        state = suffix_attention(query, keys, values, scale=scale, mask=None, softcap=softcap)
+        out, lse = state.by_kv_head(keys.shape[1])
+        return AttentionState(out[None], lse[None])

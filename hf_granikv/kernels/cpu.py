@@ -1,6 +1,7 @@
 """Torch's fused CPU attention, and whether half precision is fast here."""
 
 from functools import cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -18,6 +19,37 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return True
+
+
+# the fewest keys that are worth a merge
+_MIN_PIECE = 1024
+
+
+def num_pieces(num_heads: int, kv_len: int) -> int:
+    """In how many pieces keys are best cut so that every thread gets as much of them to do.
+
+    The fused kernel gives whole heads to threads: with three heads, one of two threads would idle
+    for a third of the time.
+    """
+    threads = torch.get_num_threads()
+    return max(1, min(threads // gcd(num_heads, threads), kv_len // _MIN_PIECE))
+
+
+def in_pieces(tokens: Tensor, num: int) -> tuple[Tensor, int]:
+    """Cuts tokens into overlapping pieces of one length, without a copy.
+
+    Args:
+        tokens: `[num_heads, num_tokens, head_dim]`.
+        num: Pieces, at most `num_tokens`.
+
+    Returns:
+        `[num, num_heads, length, head_dim]`, and how many of the last tokens of each piece but the
+        last are the first of the next: fewer than `num`.
+    """
+    (num_heads, num_tokens, head_dim), (of_head, of_token, of_dim) = tokens.shape, tokens.stride()
+    step, overlap = divmod(num_tokens, num)
+    sizes, strides = (num, num_heads, step + overlap, head_dim), (step * of_token, of_head)
+    return tokens.as_strided(sizes, (*strides, of_token, of_dim)), overlap
 
 
 def flash_attention(

@@ -51,6 +51,11 @@ class TokenTable:
         """Bytes of the table itself."""
         return self._slots.nbytes + self.lengths.nbytes
 
+    @property
+    def slots(self) -> Slots:
+        """`[num_rows, at least max_length]` slots; beyond a row's length they mean nothing."""
+        return self._slots
+
     def row(self, row: int) -> Slots:
         """`[length]` slots of one row, in the order of its tokens."""
         return self._slots[row, : self.lengths[row]]

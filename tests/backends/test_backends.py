@@ -9,7 +9,7 @@ from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch.roofline import CPU, predict_s
 from hf_granikv.kernels.merge_states import merge_states
 from hf_granikv.kernels.suffix_attention import suffix_attention
-from hf_granikv.views import GroupShape
+from hf_granikv.views import AttentionState, GroupShape
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -48,6 +48,12 @@ def draw_prefix(num_kv_heads, prefix_len, head_dim, dtype=torch.float32) -> tupl
     return keys, values
 
 
+def attend(backend, query: Tensor, keys: Tensor, values: Tensor, **options) -> AttentionState:
+    pieces = zip(*backend.pieces(query, keys, values, **options), strict=True)
+    out, lse = merge_states([AttentionState(*piece) for piece in pieces])
+    return AttentionState(out.reshape(query.shape), lse.reshape(query.shape[:3]))
+
+
 @backends
 @dtypes
 @shapes
@@ -58,7 +64,7 @@ def test_equals_dense_attention(
     keys, values = draw_prefix(num_kv_heads, prefix_len, head_dim, dtype)
     scale = head_dim**-0.5
 
-    state = backend.run(query, keys, values, scale=scale)
+    state = attend(backend, query, keys, values, scale=scale)
 
     ref = reference(query, keys[None], values[None], scale=scale)
     assert state.lse.dtype == torch.float32
@@ -77,7 +83,7 @@ def test_scores_are_soft_capped_or_that_is_refused(backend, q_len, dtype):
         assert backend.name == "cascade"
         return
 
-    state = backend.run(query, keys, values, scale=0.5, softcap=3.0)
+    state = attend(backend, query, keys, values, scale=0.5, softcap=3.0)
 
     ref = reference(query, keys[None], values[None], scale=0.5, softcap=3.0)
     assert_close("out", state.out, ref.out, ref.out_budget)
@@ -95,7 +101,7 @@ def test_prefix_and_suffix_merge_to_the_whole(backend, q_len, suffix_len, dtype)
     hidden = torch.zeros(5, 1, q_len, suffix_len, dtype=torch.bool)
     hidden[3] = True
 
-    prefix = backend.run(query, keys, values, scale=0.1)
+    prefix = attend(backend, query, keys, values, scale=0.1)
     merged = merge_states([prefix, suffix_attention(query, *own, scale=0.1, mask=~hidden)])
 
     ref = reference(
@@ -116,7 +122,7 @@ def test_lse_is_natural(backend):
     keys, values = draw_prefix(1, 3072, 64)
     own_keys, own_values = torch.randn(2, 2, 1, 64, 64)
 
-    prefix = backend.run(query, keys, values, scale=0.125)
+    prefix = attend(backend, query, keys, values, scale=0.125)
     suffix = suffix_attention(query, own_keys, own_values, scale=0.125, mask=None)
     merged = merge_states([prefix, suffix])
 
@@ -136,8 +142,8 @@ def test_a_row_does_not_depend_on_its_batch(backend, q_len, dtype):
     query = draw_query(33, q_len, 6, 64, dtype)
     keys, values = draw_prefix(2, 127, 64, dtype)
 
-    together = backend.run(query, keys, values, scale=0.1)
-    alone = backend.run(query[20:21], keys, values, scale=0.1)
+    together = attend(backend, query, keys, values, scale=0.1)
+    alone = attend(backend, query[20:21], keys, values, scale=0.1)
 
     ref = reference(query[20:21], keys[None], values[None], scale=0.1)
     assert_close("out", together.out[20:21], alone.out, ref.out_budget)
@@ -151,7 +157,7 @@ def test_copies_of_a_row_agree(backend, rows, dtype):
     query = draw_query(1, 1, 6, 64, dtype).expand(rows, -1, -1, -1)
     keys, values = draw_prefix(2, 127, 64, dtype)
 
-    out, lse = backend.run(query, keys, values, scale=0.1)
+    out, lse = attend(backend, query, keys, values, scale=0.1)
 
     ref = reference(query[:1], keys[None], values[None], scale=0.1)
     assert_close("out", out, out[:1].expand_as(out), ref.out_budget)
@@ -163,8 +169,8 @@ def test_memory_order_of_the_query_does_not_matter(backend):
     query = draw_query(4, 3, 6, 64)
     keys, values = draw_prefix(2, 127, 64)
 
-    transposed = backend.run(query, keys, values, scale=0.1)
-    contiguous = backend.run(query.contiguous(), keys, values, scale=0.1)
+    transposed = attend(backend, query, keys, values, scale=0.1)
+    contiguous = attend(backend, query.contiguous(), keys, values, scale=0.1)
 
     assert_close("out", transposed.out, contiguous.out, 1e-6)
     assert_close("lse", transposed.lse, contiguous.lse, 1e-6)
@@ -175,7 +181,7 @@ def test_an_empty_prefix_gives_an_empty_state(backend):
     query = draw_query(4, 2, 6, 64)
     keys, values = draw_prefix(2, 0, 64)
 
-    out, lse = backend.run(query, keys, values, scale=0.1)
+    out, lse = attend(backend, query, keys, values, scale=0.1)
 
     assert torch.equal(out, torch.zeros(query.shape))
     assert torch.equal(lse, torch.full(query.shape[:3], -torch.inf))

@@ -1,5 +1,7 @@
 """Torch implementations of attention to a shared prefix."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,12 +14,26 @@ _MIN_TILE = 128
 _CPU_QUERY_BLOCK = 512
 
 
+class PackedStates(NamedTuple):
+    """The attention of packed queries to the keys, in pieces that are yet to be merged.
+
+    Attributes:
+        out: `[num_pieces, num_kv_heads, num_queries, value_dim]`, of at least one piece.
+        lse: `[num_pieces, num_kv_heads, num_queries]` float32, natural log; `(0, -inf)` where there
+            is no key.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
 def flash_shared_attention(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> PackedStates:
     """Attends to a shared prefix with torch's fused kernel on a CPU, with tiled products elsewhere.
 
-    The fused kernel wants values as wide as keys; others go to the tiled products too.
+    The fused kernel wants values as wide as keys; others go to the tiled products too. It is given
+    the prefix in as many pieces as keep all threads busy.
 
     Args:
         query: `[num_kv_heads, num_queries, head_dim]`, every query that reads a kv head, packed.
@@ -26,21 +42,22 @@ def flash_shared_attention(
         scale: Factor on the scores.
 
     Returns:
-        out `[num_kv_heads, num_queries, value_dim]` and lse `[num_kv_heads, num_queries]` float32,
-        natural log; `(0, -inf)` for an empty prefix. On a CPU out has the query's dtype and lse is
-        not contiguous.
+        The attention. On a CPU out has the query's dtype and lse is not contiguous.
     """
     if not query.is_cpu or keys.shape[1] == 0 or keys.shape[2] != values.shape[2]:
         return gemm_shared_attention(query, keys, values, scale=scale)
-    out, lse = cpu.flash_attention(
-        query.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0), scale=scale
-    )
-    return out.squeeze(0), lse.squeeze(0)
+    num, bias = cpu.num_pieces(*keys.shape[:2]), None
+    (keys, overlap), (values, _) = cpu.in_pieces(keys, num), cpu.in_pieces(values, num)
+    if overlap:
+        bias = query.new_zeros(num, 1, 1, keys.shape[2])
+        bias[:-1, ..., -overlap:] = -torch.inf
+    query = query.expand(num, -1, -1, -1)
+    return PackedStates(*cpu.flash_attention(query, keys, values, scale=scale, bias=bias))
 
 
 def gemm_shared_attention(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+) -> PackedStates:
     """Attends to a shared prefix by matrix products, tiled over the prefix with a running softmax.
 
     Source: Online normalizer calculation for softmax, arXiv:1805.02867, algorithm 3.
@@ -53,12 +70,11 @@ def gemm_shared_attention(
         softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
 
     Returns:
-        out `[num_kv_heads, num_queries, value_dim]` float32 and lse `[num_kv_heads, num_queries]`
-        float32, natural log; `(0, -inf)` for an empty prefix.
+        The attention in one piece, out in float32.
     """
     if keys.shape[1] == 0:
         out = query.new_zeros((*query.shape[:2], values.shape[2]), dtype=torch.float32)
-        return out, out.new_full(out.shape[:2], -torch.inf)
+        return PackedStates(out[None], out.new_full((1, *out.shape[:2]), -torch.inf))
     block, tile_bytes = query.shape[1], _TILE_BYTES
     if query.is_cpu:
         block, tile_bytes = min(block, _CPU_QUERY_BLOCK), _CPU_TILE_BYTES
@@ -70,9 +86,9 @@ def gemm_shared_attention(
         for queries in query.split(max(1, block), dim=1)
     ]
     if len(parts) == 1:
-        return parts[0]
+        return PackedStates(parts[0][0][None], parts[0][1][None])
     outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+    return PackedStates(torch.cat(outs, dim=1)[None], torch.cat(lses, dim=1)[None])
 
 
 def _attend_block(

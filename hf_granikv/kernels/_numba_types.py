@@ -1,0 +1,119 @@
+"""What numba lacks: bfloat16, pointers from addresses, functions that become vector operations."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+# neither NaN nor infinity is excluded: an empty part has -inf
+FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_I32, value)
+
+
+@intrinsic
+def as_float(typing_context: Any, number: Any) -> Any:
+    """float32 of a float32, or of the bits of a bfloat16 in a uint16."""
+
+    def widen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.shl(builder.zext(args[0], _I32), _constant(16))
+        return builder.bitcast(bits, _F32)
+
+    if number == types.float32:
+        return types.float32(types.float32), lambda context, builder, signature, args: args[0]
+    return types.float32(types.uint16), widen
+
+
+@intrinsic
+def as_element(typing_context: Any, number: Any, like: Any) -> Any:
+    """A finite float32 as an element of the array `like`: itself, or the nearest bfloat16."""
+
+    def narrow(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
+        rounded = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, _constant(16)), _I16)
+
+    if like.dtype == types.float32:
+        return types.float32(types.float32, like), lambda context, builder, signature, args: args[0]
+    return types.uint16(types.float32, like), narrow
+
+
+@intrinsic
+def _power(typing_context: Any, exponent: Any) -> Any:
+    """2 to the power of a whole float32 between -126 and 127."""
+
+    def assemble(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(builder.fptosi(args[0], _I32), _constant(127))
+        return builder.bitcast(builder.shl(biased, _constant(23)), _F32)
+
+    return types.float32(types.float32), assemble
+
+
+_power_of_two: Any = _power
+
+
+@intrinsic
+def _larger(typing_context: Any, a: Any, b: Any) -> Any:
+    """The larger of two float32."""
+
+    def maximum(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_F32, [_F32, _F32])
+        function = builder.module.declare_intrinsic("llvm.maxnum", (_F32,), kind)
+        return builder.call(function, args, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), maximum
+
+
+larger: Any = _larger
+
+
+@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+def exp_of_negative(x: Any) -> Any:
+    """E to the power of a float32 that is not positive, to 2e-7; -inf gives 1e-38.
+
+    Source: 2^f for |f| <= 1/2 by the Taylor series of degree 6, times a power of two.
+    """
+    x = larger(x * np.float32(1.4426950408889634), np.float32(-126))
+    whole = np.rint(x)
+    f = x - whole
+    p = np.float32(1.5403530393381609e-4)
+    p = p * f + np.float32(1.3333558146428443e-3)
+    p = p * f + np.float32(9.6181291076284772e-3)
+    p = p * f + np.float32(5.5504108664821580e-2)
+    p = p * f + np.float32(2.4022650695910072e-1)
+    p = p * f + np.float32(6.9314718055994531e-1)
+    p = p * f + np.float32(1)
+    return p * _power_of_two(whole)
+
+
+@intrinsic
+def pointer_like(typing_context: Any, address: Any, like: Any) -> Any:
+    """A pointer to elements of the kind that the array `like` has."""
+    element = _I16 if like.dtype == types.uint16 else _F32
+
+    def convert(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], element.as_pointer())
+
+    return types.CPointer(like.dtype)(types.int64, like), convert
+
+
+def _pointer(element: Any, llvm_element: Any) -> Any:
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def convert(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], llvm_element.as_pointer())
+
+        return types.CPointer(element)(types.int64), convert
+
+    return pointer
+
+
+uint16_at = _pointer(types.uint16, _I16)
+float32_at = _pointer(types.float32, _F32)
+int64_at = _pointer(types.int64, ir.IntType(64))

@@ -1,0 +1,112 @@
+"""The last act of a decode step: each row's own keys, and what its prefixes gave, in one pass."""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_granikv.kernels import compiled
+from hf_granikv.kernels.decode_attention.states import GroupStates
+from hf_granikv.views import PrivateTokens
+
+_MODULE = "hf_granikv.kernels.decode_attention._numba"
+_DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
+
+
+__all__ = ["DecodeAttention", "GroupStates", "unsupported_reasons"]
+
+
+def unsupported_reasons(query: Tensor, private: PrivateTokens) -> list[str]:
+    """Gives every reason why `DecodeAttention` cannot serve; none = it can."""
+    reasons = []
+    if isinstance(why := compiled.load(_MODULE), str):
+        reasons.append(why)
+    kinds = [query, *(private.storages or ())]
+    if any(type(t) is not Tensor or not t.is_cpu or t.dtype != query.dtype for t in kinds):
+        reasons.append("tensors are not of one dtype on a CPU")
+    if query.dtype not in _DTYPES:
+        reasons.append(f"it takes bfloat16 and float32, not {query.dtype}")
+    if query.shape[2] != 1:
+        reasons.append("it takes one query per row")
+    if private.storages is None:
+        reasons.append("the model has changed keys or values")
+    if torch.is_grad_enabled():
+        reasons.append("it gives no gradients")
+    return reasons
+
+
+class DecodeAttention:
+    """Attends from one query per row to the row's own tokens, and merges what its prefixes gave.
+
+    Made once for a step and run in each layer. Own tokens are read where they lie in the pool,
+    wherever that is, and nothing is computed for pads.
+
+    Args:
+        query: `[num_rows, num_q_heads, 1, head_dim]` of the first layer.
+        private: Own tokens in that layer.
+        spans: `[num_rows, 2]` the own tokens that each row sees: from the first, up to the second.
+        scale: Factor on the scores.
+    """
+
+    def __init__(
+        self, query: Tensor, private: PrivateTokens, spans: NDArray[np.int64], *, scale: float
+    ) -> None:
+        assert private.storages is not None, "unsupported_reasons says so"
+        assert private.slots is not None
+        values = private.storages[1]
+        num_rows, num_q_heads, _, key_dim = query.shape
+        num_kv_heads, value_dim = values.shape[0], values.shape[2]
+        self._shape = (num_rows, 1, num_q_heads, value_dim)
+        self._threads = min(torch.get_num_threads(), num_rows * num_kv_heads)
+        # what the addresses below point to
+        self._slots, self._spans = private.slots, spans
+        self._scale = np.array([scale], dtype=np.float32)
+        self._task: int = getattr(compiled.load(_MODULE), _DTYPES[query.dtype]).address
+        # the order is that of the names in _numba.py
+        self._sizes = [
+            *(num_rows, num_kv_heads, num_q_heads // num_kv_heads, key_dim, value_dim),
+            *(self._threads, self._slots.ctypes.data, self._slots.shape[1]),
+            *(spans.ctypes.data, int(np.diff(spans).max(initial=0)), self._scale.ctypes.data),
+        ]
+
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        states: Sequence[GroupStates],
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attends in one layer, in float32.
+
+        Args:
+            query: `[num_rows, num_q_heads, 1, head_dim]`, any strides but over the last dimension.
+            keys: `[num_kv_heads, num_slots, head_dim]`, likewise; never copied.
+            values: `[num_kv_heads, num_slots, value_dim]`, likewise.
+            states: Parts with other keys, that some or all rows see.
+            sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
+
+        Returns:
+            `[num_rows, 1, num_q_heads, value_dim]` in the dtype of the query, 0 for a row that sees
+            nothing.
+        """
+        out = query.new_empty(self._shape)
+        if sinks is not None:
+            sinks = sinks.to("cpu", torch.float32).contiguous()
+        numbers = [
+            *self._sizes,
+            *(query.data_ptr(), *query.stride()[:2]),
+            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
+            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr(), len(states)),
+        ]
+        for state in states:
+            numbers += [state.out.shape[0], state.out.data_ptr(), *state.out.stride()[:4]]
+            numbers += [state.lse.data_ptr(), *state.lse.stride()]
+            numbers += [state.out.dtype == torch.float32]
+            numbers += [0 if state.rows is None else state.rows.ctypes.data]
+        compiled.run(self._task, array("q", numbers), self._threads)
+        return out

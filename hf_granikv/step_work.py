@@ -1,0 +1,205 @@
+"""What attention works out at the first layer of a kind in a forward pass, for all others too."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_granikv.backends import BACKENDS, PrefixBackend
+from hf_granikv.dispatch import Decision, Dispatcher
+from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
+from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
+from hf_granikv.views import GroupShape, LayerStep, PrefixPart
+from hf_granikv.windows import PrefixView, prefix_view, suffix_view
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """What a layer does to its scores besides masking.
+
+    Attributes:
+        scale: Factor on them.
+        softcap: Bound `c` of the scores, which become `c * tanh(score / c)`.
+        sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
+    """
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartWork:
+    """What attention works out of one part of the prefixes."""
+
+    part_idx: int
+    rows: slice | Tensor | None
+    row_map: NDArray[np.int64] | None
+    backend: PrefixBackend | None
+    view: PrefixView | None
+    fringe_mask: SuffixMask | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What attention works out at the first layer of a kind and keeps for the others of a step."""
+
+    levels: list[list[PartWork]]
+    suffix_start: int
+    mask: SuffixMask | None
+    decode: DecodeAttention | None
+
+    @property
+    def in_order(self) -> Iterator[PartWork]:
+        """The parts, level by level."""
+        return chain.from_iterable(self.levels)
+
+
+def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
+    """Works out what the layers of one kind have to do in a forward pass.
+
+    Args:
+        query: `[rows, num_q_heads, q_len, head_dim]` of the first of them.
+        step: What that one has stored, and who reads it.
+        rule: What they do to their scores.
+    """
+    if query.shape[2] != step.plan.q_len:
+        step = replace(step, plan=step.plan.of_last_queries(query.shape[2]))
+    plan, window = step.plan, step.window
+    levels: dict[int, list[PartWork]] = {}
+    for part_idx, part in enumerate(step.parts):
+        work = _prepare_part(query, step, part_idx, rule)
+        if work.backend is not None or work.fringe_mask is not None:
+            levels.setdefault(part.group.depth, []).append(work)
+    mask, start = plan.suffix_mask, 0
+    if window is not None:
+        own = suffix_view(plan, window, step.private.max_length)
+        mask, start = own.mask, own.start
+    decode = _decode_attention(query, step, mask, start, rule) if query.shape[2] == 1 else None
+    return StepWork(list(levels.values()), start, _ready(mask, query), decode)
+
+
+def _decode_attention(
+    query: Tensor, step: LayerStep, mask: Tensor | None, start: int, rule: ScoreRule
+) -> DecodeAttention | None:
+    private = step.private
+    reasons = unsupported_reasons(query, private)
+    if rule.softcap is not None:
+        reasons.append("scores are soft-capped")
+    spans = _spans(mask, start, private.max_length, len(query))
+    if spans is None:
+        reasons.append("rows see private tokens that do not follow each other")
+    step.plan.journal.note_decode(reasons)
+    if reasons or spans is None:
+        return None
+    return DecodeAttention(query, private, spans, scale=rule.scale)
+
+
+def _spans(mask: Tensor | None, start: int, width: int, num_rows: int) -> NDArray[np.int64] | None:
+    """`[num_rows, 2]` from which to which private token the one query of each row sees.
+
+    Args:
+        mask: `[num_rows or 1, 1, 1, width - start]` bool; None where everything is seen.
+        start: The first token of the mask.
+        width: Private tokens of the longest row.
+        num_rows: Rows of the batch.
+
+    Returns:
+        None if some row sees tokens that do not follow each other.
+    """
+    spans = np.full((num_rows, 2), (start, width), dtype=np.int64)
+    if mask is not None:
+        visible = mask[:, 0, 0].numpy()
+        counts = visible.sum(1)
+        spans[:, 0] += visible.argmax(1) if visible.shape[1] else 0
+        spans[:, 1] = spans[:, 0] + counts
+        columns = np.arange(start, width)
+        if ((columns >= spans[:, :1]) & (columns < spans[:, 1:]) != visible).any():
+            return None
+    return spans
+
+
+def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule) -> PartWork:
+    part, plan, view, backend = step.parts[part_idx], step.plan, None, None
+    group, common_start = part.group, part.start
+    if step.window is not None:
+        view = prefix_view(part, plan, step.window)
+        common_start = view.common_start
+    num_rows = len(query) if group.rows is None else len(group.rows)
+    if group.stop > common_start:
+        shape = _group_shape(query, part, num_rows, group.stop - common_start, rule)
+        decision = _dispatcher(plan.dispatch).choose(shape, query.device.type)
+        _note(step, decision.backend_name, _described(shape, decision))
+        backend = BACKENDS[decision.backend_name]
+    fringe_mask = None if view is None else _ready(view.fringe_mask, query)
+    if view is not None and fringe_mask is not None:
+        num_tokens = common_start - view.fringe_start
+        shape = _group_shape(query, part, num_rows, num_tokens, rule)
+        _note(step, "per_row", f"{_sized(shape)} that only some rows still see")
+    row_map = None
+    if group.rows is not None:
+        row_map = np.full(plan.num_rows, -1, dtype=np.int64)
+        row_map[group.rows] = np.arange(num_rows)
+    rows = _index(group.rows, query.device)
+    return PartWork(part_idx, rows, row_map, backend, view, fringe_mask)
+
+
+def _index(rows: NDArray[np.int64] | None, device: torch.device) -> slice | Tensor | None:
+    """An index that takes the rows of a group, without a copy where they are neighbours."""
+    if rows is None:
+        return None
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return slice(first, last + 1)
+    return torch.from_numpy(rows).to(device)
+
+
+def _ready(mask: Tensor | None, query: Tensor) -> SuffixMask | None:
+    return None if mask is None else prepare_mask(mask.to(query.device), query.dtype)
+
+
+def _group_shape(
+    query: Tensor, part: PrefixPart, num_rows: int, prefix_len: int, rule: ScoreRule
+) -> GroupShape:
+    _, num_q_heads, q_len, head_dim = query.shape
+    num_kv_heads = part.keys.shape[0]
+    return GroupShape(
+        num_rows=num_rows,
+        q_len=q_len,
+        prefix_len=prefix_len,
+        num_kv_heads=num_kv_heads,
+        gqa_ratio=num_q_heads // num_kv_heads,
+        head_dim=head_dim,
+        dtype_bytes=part.keys.element_size(),
+        is_capped=rule.softcap is not None,
+    )
+
+
+def _note(step: LayerStep, backend_name: str, described: str) -> None:
+    """Counts a backend once per forward pass, whatever the number of layers and kinds."""
+    noted = step.plan.scratch.setdefault("noted backends", set())
+    if backend_name not in noted:
+        noted.add(backend_name)
+        step.plan.journal.note_backend(backend_name, described)
+
+
+@cache
+def _dispatcher(choice: str) -> Dispatcher:
+    return Dispatcher(choice, backends=BACKENDS)
+
+
+def _described(shape: GroupShape, decision: Decision) -> str:
+    predicted = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in decision.predicted_s.items())
+    refused = "".join(
+        f"; {name} refused: {', '.join(why)}" for name, why in decision.refused.items()
+    )
+    return f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}"
+
+
+def _sized(shape: GroupShape) -> str:
+    return f"{shape.num_rows} rows x {shape.q_len} tokens over {shape.prefix_len}"

@@ -1,0 +1,243 @@
+"""The compiled last act of a decode step, against the oracle over all keys of each row."""
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_close, reference
+from torch import Tensor
+
+from hf_granikv.kernels import compiled
+from hf_granikv.kernels.decode_attention import DecodeAttention, GroupStates, unsupported_reasons
+from hf_granikv.kernels.decode_attention.reference import decode_attention
+from hf_granikv.kernels.suffix_attention import suffix_attention
+from hf_granikv.views import PrivateTokens
+
+DTYPES = [torch.float32, torch.bfloat16]
+NUM_SLOTS = 400
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Rows:
+    """Rows with scattered slots, over prefixes that some of them read."""
+
+    def __init__(self, dtype, *, lengths=(5, 1, 33, 0, 17), kv=2, gqa=3, dim=64, value_dim=None):
+        generator = torch.Generator().manual_seed(dim + gqa)
+        self.generator, self.dtype, self.kv, self.gqa = generator, dtype, kv, gqa
+        self.lengths, num_rows = np.array(lengths), len(lengths)
+        self.query = self.draw(num_rows, 1, kv * gqa, dim).transpose(1, 2)
+        self.storages = self.draw(kv, NUM_SLOTS, dim), self.draw(kv, NUM_SLOTS, value_dim or dim)
+        self.slots = np.full((num_rows, max(lengths) + 3), -1)
+        order = torch.randperm(NUM_SLOTS, generator=generator).numpy()
+        for row, length in enumerate(lengths):
+            self.slots[row, :length] = order[row * 40 : row * 40 + length]
+        self.spans = np.stack([np.zeros_like(self.lengths), self.lengths], 1)
+        self.prefixes: list[tuple[np.ndarray, Tensor, Tensor]] = []
+
+    def draw(self, *size):
+        return torch.randn(size, generator=self.generator).to(self.dtype)
+
+    def add_prefix(self, rows, prefix_len, num_pieces=1) -> GroupStates:
+        keys, values = (
+            self.draw(self.kv, prefix_len, storage.shape[2]) for storage in self.storages
+        )
+        rows = np.array(rows)
+        self.prefixes.append((rows, keys, values))
+        states = []
+        for its_keys, its_values in zip(
+            keys.chunk(num_pieces, 1), values.chunk(num_pieces, 1), strict=True
+        ):
+            expanded = (t.expand(len(rows), -1, -1, -1) for t in (its_keys, its_values))
+            state = suffix_attention(self.query[rows], *expanded, scale=0.1, mask=None)
+            states.append(state.by_kv_head(self.kv))
+        row_map = np.full(len(self.lengths), -1)
+        row_map[rows] = np.arange(len(rows))
+        out, lse = map(torch.stack, zip(*states, strict=True))
+        return GroupStates(out, lse, None if len(rows) == len(self.lengths) else row_map)
+
+    def private(self) -> PrivateTokens:
+        return PrivateTokens(self.storages, self.slots, max(self.lengths), lambda: self.storages)
+
+    def attend(self, *states: GroupStates, sinks: Tensor | None = None) -> Tensor:
+        assert unsupported_reasons(self.query, self.private()) == []
+        attention = DecodeAttention(self.query, self.private(), self.spans, scale=0.1)
+        return attention.run(self.query, *self.storages, states, sinks=sinks)
+
+    def check(self, out: Tensor, row: int, sinks: Tensor | None = None) -> None:
+        start, stop = self.spans[row]
+        slots = torch.from_numpy(self.slots[row, start:stop].copy())
+        parts = [tuple(t[:, slots] for t in self.storages)]
+        parts += [(k, v) for rows, k, v in self.prefixes if row in rows]
+        keys, values = (torch.cat(side, 1)[None] for side in zip(*parts, strict=True))
+        ref = reference(self.query[row : row + 1], keys, values, scale=0.1)
+        want = ref.out
+        if sinks is not None:
+            share = torch.sigmoid(ref.lse - sinks.double()[None, :, None])
+            want = want * share.unsqueeze(-1)
+        # the parts are rounded to the dtype before they are merged
+        assert_close(f"row {row}", out[row].transpose(0, 1)[None], want, 2 * ref.out_budget)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("kv", "gqa", "dim", "value_dim"),
+    [(2, 3, 64, None), (1, 1, 16, None), (3, 4, 80, None), (1, 8, 128, None), (2, 2, 48, 20)],
+)
+def test_equals_attention_over_prefix_and_own_tokens(dtype, kv, gqa, dim, value_dim):
+    rows = Rows(dtype, kv=kv, gqa=gqa, dim=dim)
+    states = [rows.add_prefix([0, 1, 2, 3, 4], 130)]
+
+    out = rows.attend(*states)
+
+    assert out.dtype == dtype
+    assert out.shape == (5, 1, kv * gqa, dim)
+    for row in range(5):
+        rows.check(out, row)
+
+
+@dtypes
+def test_values_may_be_of_another_width(dtype):
+    rows = Rows(dtype, dim=48, value_dim=20)
+
+    out = rows.attend()
+
+    for row in (0, 1, 2, 4):
+        rows.check(out, row)
+
+
+@dtypes
+def test_each_row_merges_the_prefixes_that_it_reads(dtype):
+    rows = Rows(dtype)
+    states = [
+        rows.add_prefix([0, 1, 2, 3, 4], 40),
+        rows.add_prefix([4, 0], 200, num_pieces=3),
+        rows.add_prefix([1, 3], 1),
+    ]
+
+    out = rows.attend(*states)
+
+    for row in range(5):
+        rows.check(out, row)
+
+
+@dtypes
+def test_rows_see_only_their_span(dtype):
+    rows = Rows(dtype)
+    rows.spans[0], rows.spans[2] = (2, 4), (30, 33)
+    states = [rows.add_prefix([0, 1, 2, 3, 4], 9)]
+
+    out = rows.attend(*states)
+
+    for row in range(5):
+        rows.check(out, row)
+
+
+@dtypes
+def test_sinks_take_their_share_once(dtype):
+    rows = Rows(dtype)
+    sinks = torch.linspace(-3, 4, 6)
+    states = [rows.add_prefix([0, 1, 2, 3, 4], 70, num_pieces=2)]
+
+    out = rows.attend(*states, sinks=sinks)
+
+    for row in range(5):
+        rows.check(out, row, sinks)
+
+
+@dtypes
+def test_a_row_that_sees_nothing_gets_zeros(dtype):
+    rows = Rows(dtype)
+    empty = torch.full((1, 5, 2, 3), -torch.inf)
+
+    assert torch.equal(rows.attend()[3], torch.zeros(1, 6, 64, dtype=dtype))
+    out = rows.attend(GroupStates(torch.zeros(1, 5, 2, 3, 64), empty, None))
+
+    assert torch.equal(out[3], torch.zeros(1, 6, 64, dtype=dtype))
+    for row in (0, 1, 2, 4):
+        rows.check(out, row)
+
+
+@dtypes
+@pytest.mark.parametrize("size", [1e4, 1e-4])
+def test_huge_and_tiny_scores_stay_finite(dtype, size):
+    rows = Rows(dtype)
+    rows.query = rows.query * size
+    states = [rows.add_prefix([0, 1, 2, 3, 4], 60)]
+
+    out = rows.attend(*states)
+
+    assert out.isfinite().all()
+    if dtype == torch.float32:
+        for row in range(5):
+            rows.check(out, row)
+
+
+@dtypes
+def test_agrees_with_its_reference(dtype):
+    rows = Rows(dtype)
+    rows.spans[2] = (4, 20)
+    sinks = torch.linspace(-3, 4, 6)
+    states = [rows.add_prefix([0, 1, 2, 3, 4], 70), rows.add_prefix([1, 4], 30, num_pieces=2)]
+
+    out = rows.attend(*states, sinks=sinks)
+
+    kwargs = {"scale": 0.1, "sinks": sinks}
+    want = decode_attention(rows.query, rows.storages, rows.slots, rows.spans, states, **kwargs)
+    torch.testing.assert_close(out, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_the_number_of_threads_does_not_matter(num_threads):
+    rows = Rows(torch.float32)
+    states = [rows.add_prefix([0, 2], 60)]
+    expected, before = rows.attend(*states), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(rows.attend(*states), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def refusals(query: Tensor, rows: Rows) -> str:
+    return "; ".join(unsupported_reasons(query, rows.private()))
+
+
+def test_what_it_cannot_serve_is_refused():
+    rows = Rows(torch.float32)
+
+    assert "one query per row" in refusals(rows.query.expand(-1, -1, 2, -1), rows)
+    assert "float16" in refusals(rows.query.half(), rows)
+    assert "of one dtype" in refusals(rows.query.bfloat16(), rows)
+    with torch.enable_grad():
+        assert "no gradients" in refusals(rows.query, rows)
+    given = PrivateTokens.of_tensors(*rows.storages)
+    assert any("has changed keys" in why for why in unsupported_reasons(rows.query, given))
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    monkeypatch.setenv(compiled.SWITCH, "0")
+    compiled.load.cache_clear()
+    try:
+        rows = Rows(torch.float32)
+        assert f"{compiled.SWITCH}=0 is set" in refusals(rows.query, rows)
+    finally:
+        compiled.load.cache_clear()
+
+
+def test_a_numba_that_fails_is_reported_and_not_used(monkeypatch, caplog):
+    def fails(name):
+        raise ImportError("Numba needs NumPy 2.2 or less")
+
+    monkeypatch.setattr(compiled, "import_module", fails)
+    compiled.load.cache_clear()
+    try:
+        rows = Rows(torch.float32)
+        assert "numba fails: Numba needs NumPy" in refusals(rows.query, rows)
+        assert "Compiled kernels are not used" in caplog.text
+    finally:
+        compiled.load.cache_clear()
