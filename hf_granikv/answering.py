@@ -129,6 +129,11 @@ class Answering:
             reports.append(report)
         return replies, reports
 
+    def explain(self) -> str:
+        """See `MultiAgentRunner.explain`."""
+        lines = [] if self._engine is None else self._engine.journal.lines()
+        return "\n".join([self.shares.cache.explain(), *(f"engine: {line}" for line in lines)])
+
     def close(self) -> None:
         """Ends the engine."""
         self._is_closed = True
