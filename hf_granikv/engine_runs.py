@@ -62,7 +62,6 @@ class EngineRun:
         num_generated = sum(len(turn.token_ids) for turn in turns)
         read = {share.prefix: share for share in shares}
         levels = {level for prefix in read for level in prefix.chain}
-        common = {level for turn in turns if turn.leaf is not None for level in turn.leaf.chain}
         journal, (promoted, once) = self._engine.journal, self._shared_before
         suffixes = [
             turn.prompt_tokens - share.prefix.stop
@@ -84,7 +83,7 @@ class EngineRun:
             suffix_prefill_s=first_s - self._start_s,
             decode_s=last_s - first_s,
             generate_s=time.perf_counter() - self._start_s,
-            hot_bytes=sum(level.num_bytes for level in levels | common),
+            hot_bytes=sum(level.num_bytes for level in levels) + self._engine.level_bytes,
             cold_bytes=self._engine.idle_bytes + self._engine.row_bytes,
             dense_equivalent_bytes=sum(
                 dense_row_bytes(

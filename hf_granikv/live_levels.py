@@ -9,6 +9,7 @@ from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.held_prefixes import HeldPrefixes
 from hf_granikv.journal import Journal
+from hf_granikv.level_cuts import follow, graft, head_of
 from hf_granikv.pools import Prefix
 
 
@@ -68,8 +69,8 @@ class LiveLevels:
                 longest = parent
             start = num_between(prefix, parent)
             for level in (each for each in self if each.parent is parent):
-                ids = token_ids[start : start + level.num_tokens]
-                if np.array_equal(ids, level.token_ids.numpy()):
+                ids, wanted = token_ids[start : start + level.num_tokens], level.token_ids.numpy()
+                if len(ids) == len(wanted) and ids[0] == wanted[0] and np.array_equal(ids, wanted):
                     found.append(level)
         return longest
 
@@ -91,63 +92,22 @@ class LiveLevels:
         return level
 
     def head_of(self, level: Prefix, num_tokens: int) -> Prefix:
-        """Makes a level of the first tokens of one, or gives that one if these are all; a copy."""
-        if num_tokens == level.num_tokens:
-            return level
-        return self._part(level, 0, num_tokens, level.parent, level.num_fused)
+        """See `level_cuts.head_of`; a copy, since the rest may go before it does."""
+        return head_of(self._held, level, num_tokens, copies=True)
 
     def graft(self, level: Prefix, head: Prefix) -> dict[Prefix, Prefix]:
-        """Replaces a level that starts with the ids of another one by what comes after that.
+        """See `level_cuts.graft`."""
+        return graft(self._held, level, head, copies=True)
 
-        Args:
-            level: The level.
-            head: A level of the first ids of it, after the same prefix.
-
-        Returns:
-            For the level, and for all that extend it, what readers have to read instead: the same
-            ids in other parts. They are let go of here.
-        """
-        replaced: dict[Prefix, Prefix] = {level: head}
-        if head.stop < level.stop:
-            replaced[level] = self._part(level, head.num_tokens, level.num_tokens, head, 0)
-        for below in sorted(self, key=lambda each: each.start):
-            if below.parent in replaced:
-                parent = replaced[below.parent]
-                replaced[below] = self._part(below, 0, below.num_tokens, parent, below.num_fused)
-        for old in replaced:
-            self._held.let_go(old)
-        return replaced
+    def follow(self, replaced: dict[Prefix, Prefix]) -> dict[Prefix, Prefix]:
+        """See `level_cuts.follow`."""
+        return follow(self._held, replaced)
 
     def keep_only(self, leaves: Iterable[Prefix | None]) -> None:
         """Lets go of every level that is in none of these chains."""
         read = {level for leaf in set(leaves) if leaf is not None for level in leaf.chain}
         for level in set(self) - read:
             self._held.let_go(level)
-
-    def _part(
-        self, level: Prefix, start: int, stop: int, parent: Prefix | None, num_fused: int
-    ) -> Prefix:
-        """Stores some tokens of a level after another prefix; all of them are not copied."""
-        pairs = []
-        for keys, values, first in zip(level.keys, level.values, level.starts, strict=True):
-            # what it keeps of its parents stays with its first part
-            own = slice(level.start + start - first if start else 0, level.start + stop - first)
-            pairs.append((keys[:, own], values[:, own]))
-        part = self._held.hot.seal(
-            level.token_ids[start:stop],
-            pairs,
-            parent=parent,
-            salt=level.salt,
-            num_fused=num_fused,
-            saver=level.saver,
-        )
-        self._held.take(part)
-        return part
-
-
-def can_be_cut(level: Prefix) -> bool:
-    """Whether every layer has stored all tokens of a level, so that it can end earlier."""
-    return not level.states and all(first <= level.start for first in level.starts)
 
 
 def num_between(prefix: Prefix | None, leaf: Prefix | None) -> int:

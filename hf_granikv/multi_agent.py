@@ -99,6 +99,11 @@ class MultiAgentRunner:
     def share(self, content: str | Sequence[Message]) -> "Prefix":
         """Computes and stores what many agents will read.
 
+        Of a text that begins as an earlier one does, only the rest is. Where they part in the middle,
+        past `min_shared_tokens`, the earlier one is stored in two parts from then on, over the same
+        memory, and what was returned for it goes on to stand for it; but not with local layers, which
+        have forgotten the middle, nor where layers keep states: there both are stored whole.
+
         Args:
             content: A text, or chat messages. With a chat template a text becomes the system message,
                 or the head of the first user message where the template takes no system message.

@@ -38,7 +38,7 @@ def shared_prefixes(rows: Sequence[Ints]) -> list[SharedPrefix]:
     # rows with a common head lie side by side, whatever order their bytes give
     keys = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    common = np.array([_num_common(rows[a], rows[b]) for a, b in pairwise(order)], dtype=np.int64)
+    common = np.array([common_head(rows[a], rows[b]) for a, b in pairwise(order)], dtype=np.int64)
     found = []
     runs = [(0, len(rows) - 1)] if len(rows) > 1 else []
     while runs:
@@ -102,7 +102,8 @@ def worthwhile_levels(
     return levels
 
 
-def _num_common(a: Ints, b: Ints) -> int:
+def common_head(a: Ints, b: Ints) -> int:
+    """How many ids two rows have in common from the first one on."""
     shorter = min(len(a), len(b))
     differs = a[:shorter] != b[:shorter]
     return int(differs.argmax()) if differs.any() else shorter

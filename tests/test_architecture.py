@@ -85,7 +85,8 @@ ARROWS: dict[str, set[str]] = {
     "packed_tensors": {"lazy"},
     "attention": {"kernels", "lazy", "masks", "packed_tensors", "step_attention"},
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
-    "live_levels": {"batch_rows", "cache", "held_prefixes", "pools"},
+    "level_cuts": {"held_prefixes", "pools"},
+    "live_levels": {"batch_rows", "cache", "held_prefixes", "level_cuts", "pools"},
     "live_rows": {
         *("announce", "batch_rows", "cache", "layer_kinds", "live_levels", "packed", "pools"),
     },
@@ -102,10 +103,10 @@ ARROWS: dict[str, set[str]] = {
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
     "engine": {
-        *("agent", "announce", "batch_rows", "cache", "live_levels", "live_rows", "pools"),
-        *("settings", "shared_prefix", "worth"),
+        *("agent", "announce", "batch_rows", "cache", "level_cuts", "live_levels", "live_rows"),
+        *("pools", "settings", "shared_prefix", "worth"),
     },
-    "shares": {"cache", "lookup", "pools", "prompts", "timing"},
+    "shares": {"cache", "level_cuts", "lookup", "pools", "prompts", "shared_prefix", "timing"},
     "generate_runs": {
         "agent",
         "announce",
@@ -120,8 +121,8 @@ ARROWS: dict[str, set[str]] = {
     "questions": {"agent", "engine", "prompts", "settings"},
     "roster": {"agent"},
     "answering": {
-        *("agent", "engine", "engine_runs", "generate_runs", "prompts", "questions", "report"),
-        "shares",
+        *("agent", "engine", "engine_runs", "generate_runs", "pools", "prompts", "questions"),
+        *("report", "shares", "worth"),
     },
     "multi_agent": {
         *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
@@ -134,7 +135,8 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
-    *("batch_rows", "packed_tensors", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
+    *("batch_rows", "packed_tensors", "held_prefixes", "level_cuts", "lookup", "row_prefixes"),
+    "step_attention",
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels"),
 }

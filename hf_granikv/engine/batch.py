@@ -22,6 +22,7 @@ from hf_granikv.engine.schedule import Limits, Moves, Seat, next_moves, step_fee
 from hf_granikv.engine.sharing import Sharing
 from hf_granikv.errors import ColdPoolFullError, TornStateError
 from hf_granikv.live_rows import LiveRows, Row
+from hf_granikv.pools import Prefix
 from hf_granikv.worth import Worth
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Batch:
     def add(self, job: Job) -> None:
         """Lets a turn wait, behind all others."""
         job.order = next(self._orders)
+        job.prefix = job.leaf = self._sharing.in_force(job.prefix)
         self._waiting[job.order] = job
 
     def cancel(self, job: Job) -> None:
@@ -116,6 +118,10 @@ class Batch:
             self._learned = self.limits
         self._sharing.tidy()
         self._note_held()
+
+    def exchange(self, replaced: dict[Prefix, Prefix]) -> None:
+        """Lets all who read some prefixes read others with the same ids."""
+        self._sharing.exchange(replaced)
 
     def tidy(self) -> None:
         """Gives back what agents shared that have been closed since."""
@@ -287,7 +293,6 @@ class Batch:
         elif row is not None:
             self._rows.drop(row)
         self.figures.num_turns += 1
-        job.turn.leaf = job.leaf
         tell()
 
     def _note_held(self) -> None:

@@ -11,7 +11,8 @@ from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
 from hf_granikv.engine.memory import num_common
-from hf_granikv.live_levels import LiveLevels, can_be_cut, num_between
+from hf_granikv.level_cuts import can_be_cut
+from hf_granikv.live_levels import LiveLevels, num_between
 from hf_granikv.pools import Prefix
 
 Ints = NDArray[np.int64]

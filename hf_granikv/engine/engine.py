@@ -177,6 +177,11 @@ class Engine:
         """Which path ran how often, what has come to be shared, and why other things have not."""
         return self._rows.levels.journal
 
+    def exchange(self, replaced: dict[Prefix, Prefix]) -> None:
+        """Lets all who read some prefixes read others with the same ids, which the cache now holds."""
+        with self._worker.paused() as batch:
+            batch.exchange(replaced)
+
     def check_integrity(self) -> None:
         """Checks the pools, between two steps.
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.claims import Claim, claims_of
@@ -59,6 +60,7 @@ class Sharing:
         # turns that compute for others, and up to which of their ids; those who wait for that
         self._leaders: dict[Job, int] = {}
         self._followers: set[Job] = set()
+        self._replaced: WeakKeyDictionary[Prefix, Prefix] = WeakKeyDictionary()
 
     @property
     def num_tokens(self) -> int:
@@ -80,8 +82,14 @@ class Sharing:
         if all(job.is_compared for job in fresh) and not any(map(self._is_due, self._leaders)):
             return
         led = set(self._leaders)
-        while self._compare_once([*fresh, *self._running.values()], led, self._worth):
-            pass
+        try:
+            while self._compare_once([*fresh, *self._running.values()], led, self._worth):
+                pass
+        except Exception as error:
+            # turns can do without
+            logger.exception("what turns have in common could not be shared")
+            self._levels.journal.note_not_shared(f"it failed: {error}")
+            self._leaders, self._followers = {}, set()
         for job in fresh:
             job.is_compared = True
 
@@ -115,6 +123,21 @@ class Sharing:
         if any(self._levels):
             leaves = [job.leaf for job in (*self._waiting.values(), *self._running.values())]
             self._levels.keep_only([*leaves, *(row.prefix for row in self._memories.parked)])
+
+    def exchange(self, replaced: dict[Prefix, Prefix]) -> None:
+        """Lets all who read some prefixes read others with the same ids, and whoever comes with one."""
+        self._replaced.update(replaced)
+        replaced = replaced | self._levels.follow(replaced)
+        for each in (*self._memories, *self._waiting.values(), *self._running.values()):
+            if each.prefix is not None:
+                each.prefix = replaced.get(each.prefix, each.prefix)
+        self._exchange(replaced)
+
+    def in_force(self, prefix: Prefix | None) -> Prefix | None:
+        """What has taken the place of a prefix, if anything has."""
+        while prefix is not None and prefix in self._replaced:
+            prefix = self._replaced[prefix]
+        return prefix
 
     def _is_due(self, leader: Job) -> bool:
         """Whether a turn has computed what others wait for, or never will."""
@@ -215,7 +238,7 @@ class Sharing:
             logger.info("%d common tokens could not be shared", num_tokens, exc_info=True)
             self._levels.journal.note_not_shared(f"it failed: {error}")
             if holder.job is not None and holder.parked is not None:
-                self._restart(holder.job, holder.parked)
+                self._restart(holder.job, holder.parked, holder.leaf)
             return None
 
     def _read(self, claim: Claim, level: Prefix) -> None:
@@ -228,10 +251,9 @@ class Sharing:
         elif job is not None and claim.waits and claim.parked is None:
             job.leaf = level
         elif job is not None:
-            self._restart(job, (claim.parked or self._parked(job)).after(level))
+            self._restart(job, claim.parked or self._parked(job), level)
 
     def _exchange(self, replaced: dict[Prefix, Prefix]) -> None:
-        """Lets all who read some levels read others with the same ids."""
         self._memories.exchange(
             {
                 id(row): row.after(replaced[row.prefix])
@@ -243,7 +265,7 @@ class Sharing:
             if job.leaf is None or job.leaf not in replaced:
                 continue
             if job.row is not None:
-                self._restart(job, self._parked(job).after(replaced[job.leaf]))
+                self._restart(job, self._parked(job), replaced[job.leaf])
                 continue
             job.leaf = replaced[job.leaf]
             if job.offloaded is not None:
@@ -254,11 +276,12 @@ class Sharing:
         row, job.row = job.row, None
         return self._rows.park(row)
 
-    def _restart(self, job: Job, parked: ParkedRow) -> None:
-        """Gives a turn that runs another row; where that fails it waits again."""
-        job.leaf = parked.prefix
+    def _restart(self, job: Job, parked: ParkedRow, leaf: Prefix | None) -> None:
+        """Gives a turn that runs another row, which reads another chain; if that fails it waits again."""
+        job.leaf = leaf
         try:
-            job.row = self._rows.start(parked.prefix, parked)
+            parked = parked if leaf is None else parked.after(leaf)
+            job.row = self._rows.start(leaf, parked)
             job.num_held = max(job.num_held, job.num_shared)
         except Exception:
             logger.info("a row could not be exchanged; its turn waits again", exc_info=True)

@@ -14,8 +14,6 @@ from hf_granikv.engine.text import TextPieces, decoded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_granikv.pools import Prefix
-
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +35,6 @@ class Turn:
         prompt_tokens: See above.
         kept_tokens: Prompt tokens that its agent held from earlier turns.
         shared_tokens: Prompt tokens that it read of what others hold or have computed.
-        leaf: The end of the chain of prefixes that it reads, what it shares with others included.
         computed_tokens: Prompt tokens computed so far; those that were given back meanwhile count again.
         first_token_s: When the first token came, by `time.perf_counter`; None before.
         last_token_s: When the latest did.
@@ -49,7 +46,6 @@ class Turn:
         self.name = name
         self.prompt_tokens = prompt_tokens
         self.kept_tokens = self.shared_tokens = self.computed_tokens = 0
-        self.leaf: Prefix | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.first_step = self.last_step = 0
