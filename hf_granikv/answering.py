@@ -134,8 +134,11 @@ class Answering:
 
     def explain(self) -> str:
         """See `MultiAgentRunner.explain`."""
-        lines = [] if self._engine is None else self._engine.journal.lines()
-        return "\n".join([self.shares.cache.explain(), *(f"engine: {line}" for line in lines)])
+        head, *lines = self.shares.cache.explain().splitlines()
+        said = [head, *(f"generate: {line}" for line in lines)]
+        if self._engine is not None:
+            said += [f"engine: {line}" for line in self._engine.journal.lines()]
+        return "\n".join(said)
 
     def close(self) -> None:
         """Ends the engine."""

@@ -34,7 +34,7 @@ class Worth:
         """Gives why some rows should not share some tokens; None if they should.
 
         Args:
-            num_rows: Who would read them.
+            num_rows: Those who hold them each for itself, or would.
             num_tokens: Tokens after those that the rows share already.
             num_saved: Tokens, over all rows, that need not be computed then.
             num_steps: Decode steps to come, at most.

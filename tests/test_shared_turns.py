@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from agents import CHATML, SHARED, byte_tokenizer, llama, new_runner
+from test_multi_agent import plain_answer, real_model_folder  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_granikv import MultiAgentRunner
 
@@ -361,3 +363,31 @@ def test_another_attention_shares_when_told_so():
                 "under attn_implementation='sdpa', or autocast, a shared prefix is right but slow"
             )
             assert (slow in runner.explain()) == (at_least is None)
+
+
+@pytest.mark.real_model
+@pytest.mark.slow
+def test_a_real_model_shares_where_it_pays(real_model_folder):  # noqa: F811
+    tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        real_model_folder, dtype=torch.float32, attn_implementation="granikv"
+    )
+    told = "Margit was lowered in June 2016, Bruna in August 2018. " * 12
+    questions = {
+        "ann": "When was Bruna lowered?",
+        "bo": "When was Margit?",
+        "cy": "Which is older?",
+    }
+    with MultiAgentRunner(model, tokenizer) as runner:
+        prefix = runner.share("Answer in one sentence, from what you are told.")
+        for name in questions:
+            runner.agent(name, prefix)
+        for messages in ({name: told + text for name, text in questions.items()}, questions):
+            prompts = {name: runner.prompt_ids(name, text) for name, text in messages.items()}
+            replies = runner.run(messages, max_new_tokens=10, do_sample=False)
+            for name, ids in prompts.items():
+                assert replies[name].token_ids == plain_answer(model, ids, max_new_tokens=10)
+            if messages is not questions:
+                assert runner.report().once_tokens > 200
+                assert runner.report().shared_tokens == 2 * runner.report().once_tokens
+        assert "2018" in replies["ann"].text

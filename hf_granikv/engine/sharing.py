@@ -60,6 +60,7 @@ class Sharing:
         # turns that compute for others, and up to which of their ids; those who wait for that
         self._leaders: dict[Job, int] = {}
         self._followers: set[Job] = set()
+        self._refusals: list[str] = []
         self._replaced: WeakKeyDictionary[Prefix, Prefix] = WeakKeyDictionary()
 
     @property
@@ -88,8 +89,10 @@ class Sharing:
         except Exception as error:
             # turns can do without
             logger.exception("what turns have in common could not be shared")
-            self._levels.journal.note_not_shared(f"it failed: {error}")
+            self._refusals = [f"it failed: {error}"]
             self._leaders, self._followers = {}, set()
+        for reason in self._refusals:
+            self._levels.journal.note_not_shared(reason)
         for job in fresh:
             job.is_compared = True
 
@@ -146,7 +149,7 @@ class Sharing:
 
     def _compare_once(self, compared: Collection[Job], led: set[Job], worth: Worth) -> bool:
         """Shares what is common and held; gives whether there was any, so that more may be now."""
-        self._leaders, self._followers = {}, set()
+        self._leaders, self._followers, self._refusals = {}, set(), []
         after: dict[Prefix | None, list[Claim]] = {}
         jobs = [*self._waiting.values(), *self._running.values()]
         for claim in claims_of(jobs, compared, self._memories, self._levels):
@@ -168,10 +171,11 @@ class Sharing:
             return groups
         for node in shared_prefixes([claim.ids(worth.at_least) for claim in claims]):
             group = [claims[i] for i in node.rows]
-            if node.num_tokens == worth.at_least:
-                groups.append(group)
-            elif any(claim.waits for claim in group) and _num_agents(group) > 1:
-                self._is_refused(worth, _num_agents(group), node.num_tokens, 0, 0)
+            if any(claim.waits for claim in group):
+                if node.num_tokens == worth.at_least:
+                    groups.append(group)
+                elif (num_agents := sum(claim.num_agents for claim in group)) > 1:
+                    self._is_refused(worth, num_agents, node.num_tokens, 0, 0)
         return groups
 
     def _worthwhile(self, group: list[Claim], worth: Worth) -> list[Level]:
@@ -179,13 +183,13 @@ class Sharing:
             claims = [group[i] for i in level.rows]
             if not any(claim.waits for claim in claims):
                 return False
+            # those who share them already gain nothing by sharing them with more
+            num_apart = sum(claim.num_agents for claim in claims if claim.level is None)
             num_saved = _num_saved(claims, level)
-            if _num_agents(claims) < 2 and not num_saved:
+            if not num_saved and sum(claim.num_agents for claim in claims) < 2:
                 return False
             num_steps = max(c.job.num_to_come for c in claims if c.job is not None)
-            return not self._is_refused(
-                worth, _num_agents(claims), level.num_tokens, num_saved, num_steps
-            )
+            return not self._is_refused(worth, num_apart, level.num_tokens, num_saved, num_steps)
 
         nodes = shared_prefixes([claim.ids() for claim in group])
         return worthwhile_levels(nodes, [claim.num_readable + 1 for claim in group], pays)
@@ -200,7 +204,7 @@ class Sharing:
         if reason is None and self._rows.has_states:
             reason = _KEEPS_STATES
         if reason is not None:
-            self._levels.journal.note_not_shared(reason)
+            self._refusals.append(reason)
         return reason is not None
 
     def _share(self, claims: list[Claim], num_tokens: int, led: set[Job]) -> bool:
@@ -236,7 +240,7 @@ class Sharing:
             return self._levels.promote(holder.parked, holder.ids(num_tokens).tolist())
         except Exception as error:
             logger.info("%d common tokens could not be shared", num_tokens, exc_info=True)
-            self._levels.journal.note_not_shared(f"it failed: {error}")
+            self._refusals.append(f"it failed: {error}")
             if holder.job is not None and holder.parked is not None:
                 self._restart(holder.job, holder.parked, holder.leaf)
             return None
@@ -273,8 +277,9 @@ class Sharing:
                 job.offloaded = replace(job.offloaded, parked=parked)
 
     def _parked(self, job: Job) -> ParkedRow:
-        row, job.row = job.row, None
-        return self._rows.park(row)
+        parked = self._rows.park(job.row)
+        job.row = None
+        return parked
 
     def _restart(self, job: Job, parked: ParkedRow, leaf: Prefix | None) -> None:
         """Gives a turn that runs another row, which reads another chain; if that fails it waits again."""
@@ -287,10 +292,6 @@ class Sharing:
             logger.info("a row could not be exchanged; its turn waits again", exc_info=True)
             job.num_held = 0
             self._waiting[job.order] = self._running.pop(job.order)
-
-
-def _num_agents(claims: list[Claim]) -> int:
-    return sum(claim.num_agents for claim in claims)
 
 
 def _num_saved(claims: list[Claim], level: Level) -> int:

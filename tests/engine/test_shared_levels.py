@@ -15,6 +15,7 @@ from hf_granikv import AsymmetricPagedCache
 from hf_granikv.engine.engine import Engine
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.preemption import PreemptionCost
+from hf_granikv.worth import Worth
 
 FIRST = TOKENIZER("Who keeps the log of the pumps?")["input_ids"]
 ONE, TWO, THREE = (TOKENIZER(text)["input_ids"] for text in (" Why?", " Since when?", " So."))
@@ -169,6 +170,70 @@ def test_salts_keep_equal_conversations_apart() -> None:
     leaves = [memory.kept.parked.prefix for memory in memories]
     assert leaves == [by_salt["a"], by_salt["b"]] * 2 + [rig.prefix, None]
     assert [job.turn.shared_tokens > 0 for job in jobs] == [False] * 2 + [True] * 2 + [False] * 2
+
+
+def test_prompts_over_no_prefix_share_their_heads() -> None:
+    rig = Rig(min_shared_tokens=8)
+    jobs = [rig.add([*FIRST, *own], **LONG) for own in (ONE, TWO)]
+    for job in jobs:
+        job.token_ids = [*PREFIX_IDS, *job.token_ids]
+        job.prefix, job.num_prompt = None, len(job.token_ids)
+        job.leaf = None
+    rig.run()
+    for job, own in zip(jobs, (ONE, TWO), strict=True):
+        assert reply(job) == alone([*FIRST, *own], **LONG)
+    assert [job.turn.shared_tokens for job in jobs] == [0, len(PREFIX_IDS) + len(FIRST) + 1]
+
+
+def test_what_is_kept_after_a_level_that_was_cut_meanwhile_is_computed_again() -> None:
+    """A fork that another thread made while the level was cut holds what reads it as it was."""
+    rig = Rig(min_shared_tokens=8)
+    memories = [rig.memory() for _ in range(2)]
+    ids = [*FIRST, *range(100, 120)]
+    for memory in memories:
+        rig.add(ids, memory=memory, **LONG)
+    rig.run()
+    late, kept = rig.memory(), memories[0].kept
+    other = [*FIRST, *range(130, 150)]
+    rig.add(other, **LONG)
+    rig.run()
+    late.kept = kept
+    job = rig.add([*ids, *ONE], memory=late, **LONG)
+    rig.run()
+    assert reply(job) == alone([*ids, *ONE], **LONG)
+    assert job.turn.shared_tokens + job.turn.kept_tokens >= len(ids) - 1
+
+
+def test_readers_of_a_level_gain_nothing_by_sharing_it_with_one_more() -> None:
+    asked: list[dict[str, int]] = []
+
+    class Watched(Worth):
+        def why_not(self, **figures: int) -> str | None:
+            asked.append(figures)
+            return super().why_not(**figures)
+
+    rig = Rig(min_shared_tokens=8)
+    rig.batch._sharing._worth = Watched(rig.model, 8)
+    ids = [*FIRST, *range(100, 120)]
+    memories = [rig.memory() for _ in range(3)]
+    for memory in memories:
+        rig.add(ids, memory=memory, **LONG)
+    rig.run()
+    assert asked[0] == {
+        "num_rows": 3,
+        "num_tokens": len(ids) - 1,
+        "num_saved": 2 * (len(ids) - 1),
+        "num_steps": 12,
+    }
+    asked.clear()
+    rig.add([*FIRST, *range(130, 150)], **LONG)
+    rig.step()
+    assert asked[0] == {
+        "num_rows": 1,
+        "num_tokens": len(FIRST),
+        "num_saved": len(FIRST),
+        "num_steps": 12,
+    }
 
 
 def test_levels_count_in_the_budget_and_give_way() -> None:
