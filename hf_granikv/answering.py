@@ -12,10 +12,12 @@ from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import EngineRun
 from hf_granikv.generate_runs import generated
+from hf_granikv.pools import Prefix
 from hf_granikv.prompts import check_message, render, suffix_ids
 from hf_granikv.questions import Question
 from hf_granikv.report import RunReport
 from hf_granikv.shares import Share, Shares
+from hf_granikv.worth import Worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class Answering:
         engine_options: EngineOptions,
         forgets: Callable[[], None],
     ) -> None:
-        self.shares = Shares(model, cache_options, self._start_over)
+        at_least = Worth(model, engine_options.min_shared_tokens).at_least
+        self.shares = Shares(model, cache_options, self._start_over, self._exchange, at_least)
         self._model = model
         self._tokenizer = tokenizer
         self._options = engine_options
@@ -129,6 +132,14 @@ class Answering:
             reports.append(report)
         return replies, reports
 
+    def explain(self) -> str:
+        """See `MultiAgentRunner.explain`."""
+        head, *lines = self.shares.cache.explain().splitlines()
+        said = [head, *(f"generate: {line}" for line in lines)]
+        if self._engine is not None:
+            said += [f"engine: {line}" for line in self._engine.journal.lines()]
+        return "\n".join(said)
+
     def close(self) -> None:
         """Ends the engine."""
         self._is_closed = True
@@ -156,6 +167,10 @@ class Answering:
         if self._engine is None:
             self._engine = Engine(self._model, self.shares.cache, self._tokenizer, self._options)
         return self._engine
+
+    def _exchange(self, replaced: dict[Prefix, Prefix]) -> None:
+        if self._engine is not None:
+            self._engine.exchange(replaced)
 
     def _start_over(self, error: Exception) -> None:
         self._forgets()

@@ -1,6 +1,6 @@
 """The rows of a batch: what they read, what they hold of their own, and in which columns."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,27 @@ class ParkedRow:
     def empty(cls, prefix: Prefix | None, epoch: object) -> "ParkedRow":
         """A row that holds nothing of its own."""
         return cls(prefix, 0 if prefix is None else prefix.stop, 0, (), (), epoch)
+
+    def after(self, prefix: Prefix) -> "ParkedRow":
+        """The same row as a reader of a longer chain, or of another one of the same ids.
+
+        Args:
+            prefix: The end of that chain, of which the row holds what is not in its own one.
+        """
+        num_read = min(prefix.stop - self.num_seen, self.num_tokens)
+        tokens = self.tokens
+        if num_read:
+            # a view would keep what it does not show
+            tokens = tuple(
+                None
+                if pair is None
+                else (pair[0][:, num_read:].clone(), pair[1][:, num_read:].clone())
+                for pair in tokens
+            )
+        num_tokens = self.num_tokens - num_read
+        return replace(
+            self, prefix=prefix, num_seen=prefix.stop, num_tokens=num_tokens, tokens=tokens
+        )
 
     @property
     def sees_less(self) -> bool:

@@ -36,3 +36,16 @@ def is_count(given: Any) -> bool:
     """Whether a value is a whole number of at least 1."""
     # True is an int, and numpy's integers are not
     return isinstance(given, Integral) and given is not True and int(given) >= 1
+
+
+def check_min_shared_tokens(given: Any) -> None:
+    """Checks from how many tokens on something is to be shared.
+
+    Raises:
+        ValueError: It is no positive number, and not None.
+    """
+    if given is not None and not is_count(given):
+        raise ValueError(
+            f"min_shared_tokens is {given!r}; give a positive number of tokens, or None to share "
+            "where the cost model predicts a gain."
+        )

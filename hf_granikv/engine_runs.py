@@ -46,6 +46,8 @@ class EngineRun:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._steps_before = Counter(engine.backend_steps)
+        journal = engine.journal
+        self._shared_before = journal.promoted_tokens, journal.once_tokens
         self._start_s = time.perf_counter()
 
     def report(self, turns: Sequence[Turn], shares: Sequence[Share]) -> RunReport:
@@ -60,6 +62,7 @@ class EngineRun:
         num_generated = sum(len(turn.token_ids) for turn in turns)
         read = {share.prefix: share for share in shares}
         levels = {level for prefix in read for level in prefix.chain}
+        journal, (promoted, once) = self._engine.journal, self._shared_before
         suffixes = [
             turn.prompt_tokens - share.prefix.stop
             for turn, share in zip(turns, shares, strict=True)
@@ -70,6 +73,9 @@ class EngineRun:
             prefix_tokens=sum(level.num_tokens for level in levels),
             suffix_tokens=sum(suffixes),
             kept_tokens=sum(turn.kept_tokens for turn in turns),
+            shared_tokens=sum(turn.shared_tokens for turn in turns),
+            promoted_tokens=journal.promoted_tokens - promoted,
+            once_tokens=journal.once_tokens - once,
             generated_tokens=num_generated,
             decode_steps=max(t.last_step for t in turns) - max(t.first_step for t in turns),
             decoded_tokens=num_generated - len(turns),
@@ -77,7 +83,7 @@ class EngineRun:
             suffix_prefill_s=first_s - self._start_s,
             decode_s=last_s - first_s,
             generate_s=time.perf_counter() - self._start_s,
-            hot_bytes=sum(level.num_bytes for level in levels),
+            hot_bytes=sum(level.num_bytes for level in levels) + self._engine.level_bytes,
             cold_bytes=self._engine.idle_bytes + self._engine.row_bytes,
             dense_equivalent_bytes=sum(
                 dense_row_bytes(

@@ -19,15 +19,14 @@ from transformers import (
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_granikv.announce import device_of_ids, forward_parameters
-from hf_granikv.attention import ATTENTION_NAME
 from hf_granikv.backends import BACKENDS
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
-from hf_granikv.config import is_count
+from hf_granikv.config import check_min_shared_tokens
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
-from hf_granikv.views import GroupShape
+from hf_granikv.worth import step_shape, why_slow
 
 if TYPE_CHECKING:
     from hf_granikv.pools import Prefix
@@ -86,11 +85,7 @@ def generate(
         ValueError: If `min_shared_tokens` is not a positive number of tokens, or the mode is none
             of transformers' own loops.
     """
-    if min_shared_tokens is not None and not is_count(min_shared_tokens):
-        raise ValueError(
-            f"min_shared_tokens is {min_shared_tokens!r}; give a positive number of tokens, or None "
-            "to share where the cost model predicts a gain."
-        )
+    check_min_shared_tokens(min_shared_tokens)
     loop, loop_kwargs = _stock_loop(model, generation_config)
     try:
         rows = _whole_prompts(input_ids, generation_config, model_kwargs)
@@ -186,7 +181,8 @@ def _levels(
         raise _NotSharedError(f"{found}, it takes {at_least}")
     reasons: list[str] = []
 
-    def pays(num_rows: int, num_tokens: int) -> bool:
+    def pays(level: Level) -> bool:
+        num_rows, num_tokens = len(level.rows), level.num_tokens
         what = f"{num_tokens} tokens are common to {num_rows} rows"
         if num_tokens < at_least:
             reasons.append(f"{what}, it takes {at_least}")
@@ -210,30 +206,13 @@ def _levels(
 
 
 def _gain_s(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> float:
-    text_config, device_type = model.config.get_text_config(decoder=True), device_of_ids(model).type
-    attention = text_config._attn_implementation
-    if attention != ATTENTION_NAME or torch.is_autocast_enabled(device_type):
-        raise _NotSharedError(
-            f"under attn_implementation={attention!r}, or autocast, a shared prefix is right but "
-            f"slow; load the model with {ATTENTION_NAME!r}, or pass min_shared_tokens."
-        )
-    num_q_heads = text_config.num_attention_heads
-    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_q_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // num_q_heads
-    shape = GroupShape(
-        num_rows=num_rows,
-        q_len=1,
-        prefix_len=num_tokens,
-        num_kv_heads=num_kv_heads,
-        gqa_ratio=num_q_heads // num_kv_heads,
-        head_dim=head_dim,
-        dtype_bytes=model.dtype.itemsize,
-    )
+    if (reason := why_slow(model)) is not None:
+        raise _NotSharedError(reason)
     return sharing_gain_s(
-        shape,
-        hidden_size=text_config.hidden_size,
+        step_shape(model, num_rows, num_tokens),
+        hidden_size=model.config.get_text_config(decoder=True).hidden_size,
         num_steps=num_steps,
-        device_type=device_type,
+        device_type=device_of_ids(model).type,
         backends=BACKENDS,
     )
 

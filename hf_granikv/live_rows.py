@@ -13,6 +13,7 @@ from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.errors import ColdPoolFullError, NotPackableError
 from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.live_levels import LiveLevels
 from hf_granikv.packed import PackedCache, Segment, why_not_packable
 from hf_granikv.pools import Prefix
 
@@ -51,6 +52,8 @@ class LiveRows:
     Attributes:
         num_slots_limit: The most private tokens; None for no limit.
         why_not_packed: Why steps take several forwards; None if they take one.
+        has_states: Whether layers keep states, which are known after the last token of a row only.
+        levels: What rows have come to share.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class LiveRows:
         self._prefixes = cache
         served = ServedModel.from_config(self._model.config)
         self.why_not_packed = why_not_packable(self._model, served)
-        self._has_states = served.has_states
+        self.has_states = served.has_states
         self._needs_rows_apart = served.has_states or served.rope_type is not None
         self._merged: list[Row] = []
         self._alone: list[Row] = []
@@ -70,6 +73,7 @@ class LiveRows:
         limits = [n for n in (max_slots, cache.rows.options.cold_slots) if n is not None]
         self.num_slots_limit = min(limits, default=None)
         self._open(self._common)
+        self.levels = LiveLevels(cache, self._common.rows.journal)
 
     @property
     def num_slots_used(self) -> int:
@@ -91,6 +95,10 @@ class LiveRows:
         """How many steps of a batch each backend has run."""
         return dict(self._common.rows.journal.backend_steps)
 
+    def holds(self, prefix: Prefix) -> bool:
+        """Whether rows can start from a prefix."""
+        return prefix in self._prefixes.rows.prefixes.levels or prefix in self.levels
+
     def num_tokens(self, row: Row) -> int:
         """Private tokens of a row."""
         state, index = self._place(row)
@@ -108,7 +116,7 @@ class LiveRows:
             ValueError: If the prefix is not held, or is not the one of the parked row.
             StalePrefixError: If the model has changed since, or the row is older than `invalidate`.
         """
-        if prefix is not None and prefix not in self._prefixes.rows.prefixes.levels:
+        if prefix is not None and not self.holds(prefix):
             raise ValueError(f"{prefix} is not held; prefill it in the cache of these rows first.")
         if parked is not None and parked.prefix is not prefix:
             raise ValueError(f"the parked row reads {parked.prefix}, {prefix} was given.")
@@ -210,9 +218,10 @@ class LiveRows:
         for row in list(self._merged):
             if len(feeds.get(row, ())) != 1:
                 self._set_apart(row)
+        may_merge = self.why_not_packed is None or not self._needs_rows_apart
         for row in list(self._alone):
             has_one = len(feeds.get(row, ())) == 1
-            if self._may_merge and has_one and self._cache_of(row).rows.num_rows:
+            if may_merge and has_one and self._cache_of(row).rows.num_rows:
                 if not self._merged:
                     self._common.rows.epoch = self._prefixes.rows.epoch
                 self._common.rows.join(self._cache_of(row).rows.park(0))
@@ -222,10 +231,6 @@ class LiveRows:
         self._common.rows.cold.tidy()
         alone = [[row] for row in self._alone if row in feeds]
         return [list(self._merged), *alone] if self._merged else alone
-
-    @property
-    def _may_merge(self) -> bool:
-        return self.why_not_packed is None or not self._needs_rows_apart
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:
         return torch.tensor([list(feeds[row]) for row in rows], device=device_of_ids(self._model))
@@ -246,7 +251,7 @@ class LiveRows:
         self.why_not_packed = reason
         for row in (*self._alone, None):
             self._cache_of(row).rows.needs_mask = True
-        if self._has_states:
+        if self.has_states:
             for row in list(self._merged):
                 self._set_apart(row)
 
@@ -263,8 +268,9 @@ class LiveRows:
             return self._run_packed(segments)
         logits: list[Tensor] = []
         try:
-            for segment in segments:
-                logits.append(self._run_alone(segment))
+            for cache, ids in segments:
+                last = torch.tensor([ids.shape[1] - 1])
+                logits.append(self._forward(ids, cache, last)[:, 0])
         except BaseException:
             self._take_back(segments[: len(logits)])
             raise
@@ -272,7 +278,7 @@ class LiveRows:
 
     def _take_back(self, segments: list[Segment]) -> None:
         for cache, ids in segments:
-            if self._has_states:
+            if self.has_states:
                 cache.rows.row_states.tear()
             else:
                 cache.crop(-ids.shape[1])
@@ -284,11 +290,6 @@ class LiveRows:
         logits = self._forward(packed.packed_ids, packed, ends)[0]
         return list(logits.split([len(ids) for _, ids in segments]))
 
-    def _run_alone(self, segment: Segment) -> Tensor:
-        cache, ids = segment
-        last = torch.tensor([ids.shape[1] - 1])
-        return self._forward(ids, cache, last)[:, 0]
-
     def _forward(self, ids: Tensor, cache: Any, kept: Tensor) -> Tensor:
         """Gives `[num_rows, len(kept), vocab_size]` logits of the columns `kept`."""
         kept = kept.to(ids.device)
@@ -296,8 +297,7 @@ class LiveRows:
         options: dict[str, Any] = {"logits_to_keep": kept} if takes else {}
         with torch.no_grad():
             out = self._model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **options)
-        logits: Tensor = out.logits
-        return logits if takes else logits.index_select(1, kept)
+        return out.logits if takes else out.logits.index_select(1, kept)
 
     def _check_room(self, num_new: int) -> None:
         limit, used = self.num_slots_limit, self.num_slots_used

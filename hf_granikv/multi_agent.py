@@ -35,16 +35,22 @@ class MultiAgentRunner:
     Agents are answered by one engine, on a thread of its own: they join and leave its batch at any
     token, and keep what was computed of their conversations. Any thread may call, and any event loop.
 
+    What conversations over one text have in common from their first token on is held once: of forks
+    what they held before, and a message to agents with the same history is computed by one of them.
+    The same words after another history are other tokens, and never shared.
+
     Args:
         model: A causal language model. Loaded with `attn_implementation="granikv"` it reads the shared
             part once per step; with another one the answers are the same, without the speed.
         tokenizer: The model's tokenizer. Its chat template is used where it has one.
         dispatch: How each step chooses its backend, see `AsymmetricPagedCache`.
-        max_cold_slots: Limit of private tokens held, of all agents together; None grows as needed.
+        max_cold_slots: Limit of tokens held of all conversations together; None grows as needed.
         max_bytes: Limit of their bytes, likewise.
         max_rows: The most agents that are answered at a time; more wait.
         max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
             keeps others waiting.
+        min_shared_tokens: Hold every run of at least this many common tokens once; None: where the
+            cost model predicts a gain, past 128 tokens.
 
     Raises:
         ValueError: The tokenizer knows more tokens than the model embeds, or an option means nothing.
@@ -60,6 +66,7 @@ class MultiAgentRunner:
         max_bytes: int | None = None,
         max_rows: int = 64,
         max_step_tokens: int = 256,
+        min_shared_tokens: int | None = None,
     ) -> None:
         embedding: Any = model.get_input_embeddings()
         vocab_size = embedding.weight.shape[0]
@@ -78,7 +85,7 @@ class MultiAgentRunner:
             cache_options = CacheOptions(dispatch, max_cold_slots)
         except ValueError as error:
             raise ValueError(renamed(str(error))) from None
-        engine_options = EngineOptions(max_bytes, max_rows, max_step_tokens)
+        engine_options = EngineOptions(max_bytes, max_rows, max_step_tokens, min_shared_tokens)
         self._answering = Answering(model, tokenizer, cache_options, engine_options, self._forget)
         self._shares = self._answering.shares
         self._report = RunReport()
@@ -91,6 +98,11 @@ class MultiAgentRunner:
 
     def share(self, content: str | Sequence[Message]) -> "Prefix":
         """Computes and stores what many agents will read.
+
+        Of a text that begins as an earlier one does, only the rest is. Where they part in the middle,
+        past `min_shared_tokens`, the earlier one is stored in two parts from then on, over the same
+        memory, and what was returned for it goes on to stand for it; but not with local layers, which
+        have forgotten the middle, nor where layers keep states: there both are stored whole.
 
         Args:
             content: A text, or chat messages. With a chat template a text becomes the system message,
@@ -241,6 +253,11 @@ class MultiAgentRunner:
     def report(self) -> RunReport:
         """Gives the figures of the latest successful `run`; all zero before the first."""
         return self._report
+
+    def explain(self) -> str:
+        """Says which path ran how often, what agents came to share, and why other things were not."""
+        with self._lock:
+            return self._answering.explain()
 
     def close(self) -> None:
         """Cancels all turns, ends the engine, and gives back what agents hold."""

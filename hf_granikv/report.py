@@ -16,6 +16,9 @@ class RunReport:
         prefix_tokens: Tokens of the prefixes they read, each prefix counted once.
         suffix_tokens: Prompt tokens after the prefixes, over all agents.
         kept_tokens: How many of those the agents held from earlier turns, and nobody computed.
+        shared_tokens: How many of the others another agent held or computed, and they did not.
+        promoted_tokens: Tokens that agents held each for itself and share from this turn on.
+        once_tokens: Tokens that one agent computed for several in this turn.
         generated_tokens: Tokens of all answers.
         decode_steps: Forward passes after the one over the suffixes.
         decoded_tokens: Tokens that those passes gave; each answer's first token is not among them.
@@ -23,7 +26,7 @@ class RunReport:
         suffix_prefill_s: Seconds until each agent's first token.
         decode_s: Seconds from there to the last token.
         generate_s: Seconds altogether.
-        hot_bytes: Bytes of the stored prefixes.
+        hot_bytes: Bytes of the stored prefixes, and of what agents share after them.
         cold_bytes: Bytes of the agents' private tokens.
         dense_equivalent_bytes: Bytes that a `DynamicCache` would hold for the same rows.
         backend_steps: How many steps each backend ran.
@@ -33,6 +36,9 @@ class RunReport:
     prefix_tokens: int = 0
     suffix_tokens: int = 0
     kept_tokens: int = 0
+    shared_tokens: int = 0
+    promoted_tokens: int = 0
+    once_tokens: int = 0
     generated_tokens: int = 0
     decode_steps: int | None = 0
     decoded_tokens: int | None = 0
@@ -100,12 +106,19 @@ class RunReport:
                 f"({_ms(self.s_per_step)} per step, {_ms(self.s_per_token)} per token)"
             )
         kept = f" ({self.kept_tokens} held before)" if self.kept_tokens else ""
+        shared = []
+        if self.shared_tokens or self.promoted_tokens:
+            shared = [
+                f"shared     {self.promoted_tokens} held before, {self.once_tokens} computed by one "
+                f"agent for several; {self.shared_tokens} were not computed again"
+            ]
         suffix = "-" if self.suffix_prefill_s is None else f"{self.suffix_prefill_s:.2f} s"
         return "\n".join(
             [
                 f"{self.num_agents} agents",
                 f"tokens     prefix {self.prefix_tokens} (computed once), "
                 f"suffixes {self.suffix_tokens}{kept}, generated {self.generated_tokens}",
+                *shared,
                 f"prefill    prefix {self.prefix_prefill_s:.2f} s, suffixes {suffix}",
                 f"decode     {decode}",
                 f"generate   {self.generate_s:.2f} s",

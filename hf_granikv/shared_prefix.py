@@ -38,7 +38,7 @@ def shared_prefixes(rows: Sequence[Ints]) -> list[SharedPrefix]:
     # rows with a common head lie side by side, whatever order their bytes give
     keys = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
-    common = np.array([_num_common(rows[a], rows[b]) for a, b in pairwise(order)], dtype=np.int64)
+    common = np.array([common_head(rows[a], rows[b]) for a, b in pairwise(order)], dtype=np.int64)
     found = []
     runs = [(0, len(rows) - 1)] if len(rows) > 1 else []
     while runs:
@@ -69,9 +69,14 @@ class Level:
     stop: int
     parent: int | None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this level alone."""
+        return self.stop - self.start
+
 
 def worthwhile_levels(
-    nodes: Sequence[SharedPrefix], lengths: Sequence[int], pays: Callable[[int, int], bool]
+    nodes: Sequence[SharedPrefix], lengths: Sequence[int], pays: Callable[[Level], bool]
 ) -> list[Level]:
     """Chooses what to store of a trie: from its root on, every level that pays by itself.
 
@@ -79,7 +84,7 @@ def worthwhile_levels(
         nodes: What `shared_prefixes` found.
         lengths: Tokens of each row. Every row computes its last token itself, to have something to
             predict from.
-        pays: Whether so many rows gain from sharing so many tokens.
+        pays: Whether the rows of a level gain from it.
 
     Returns:
         Parents before their children.
@@ -90,13 +95,15 @@ def worthwhile_levels(
         parent = last_of.get(node.rows[0])
         start = 0 if parent is None else levels[parent].stop
         stop = min(node.num_tokens, min(lengths[row] for row in node.rows) - 1)
-        if stop > start and pays(len(node.rows), stop - start):
+        level = Level(node.rows, start, stop, parent)
+        if stop > start and pays(level):
             last_of.update(dict.fromkeys(node.rows, len(levels)))
-            levels.append(Level(node.rows, start, stop, parent))
+            levels.append(level)
     return levels
 
 
-def _num_common(a: Ints, b: Ints) -> int:
+def common_head(a: Ints, b: Ints) -> int:
+    """How many ids two rows have in common from the first one on."""
     shorter = min(len(a), len(b))
     differs = a[:shorter] != b[:shorter]
     return int(differs.argmax()) if differs.any() else shorter

@@ -17,6 +17,7 @@ from hf_granikv.engine.requests import Asked
 from hf_granikv.engine.schedule import Limits
 from hf_granikv.engine.turn import Turn
 from hf_granikv.live_rows import LiveRows
+from hf_granikv.worth import Worth
 
 LONG = {"max_new_tokens": 12, "eos_token_id": None}
 WAIT_S = 60
@@ -58,7 +59,8 @@ def alone(content: str | Sequence[int], seed: int | None = None, **options: Any)
 class Rig:
     """A batch and its parts.
 
-    The budget is watched in every forward: private tokens of rows and of idle agents together.
+    The budget is watched in every forward: private tokens of rows and of idle agents, and what they
+    share, together. Nothing is shared unless `min_shared_tokens` is given.
     """
 
     max_tokens: int | None = None
@@ -67,6 +69,7 @@ class Rig:
     lookahead: int = 4
     cost: PreemptionCost | None = None
     cold_slots: int | None = None
+    min_shared_tokens: int | None = None
     model: Any = field(default_factory=shared_model)
 
     def __post_init__(self) -> None:
@@ -75,7 +78,9 @@ class Rig:
         self.rows = LiveRows(self.model, self.cache)
         self.memories = Memories()
         limits = Limits(self.max_tokens, self.max_rows, self.max_step_tokens, self.lookahead)
-        self.batch = Batch(self.rows, limits, self.memories, self.cost)
+        shares = self.min_shared_tokens is not None
+        worth = Worth(self.model, self.min_shared_tokens) if shares else None
+        self.batch = Batch(self.rows, limits, self.memories, self.cost, worth)
         self.fed: list[dict[int, int]] = []
         self._forward = self.rows.forward
         self.rows.forward = self._watched  # type: ignore[method-assign]
@@ -85,7 +90,7 @@ class Rig:
         self.fed.append({orders[id(row)]: len(ids) for row, ids in feeds.items()})
         logits = self._forward(feeds)
         if self.max_tokens is not None:
-            held = self.rows.num_slots_used
+            held = self.rows.num_slots_used + self.rows.levels.num_tokens
             assert held + sum(each.num_tokens for each in self.memories.idle()) <= self.max_tokens
         return logits
 

@@ -86,17 +86,16 @@ ARROWS: dict[str, set[str]] = {
     "packed_tensors": {"lazy"},
     "attention": {"kernels", "lazy", "masks", "packed_tensors", "step_attention", "step_work"},
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
-    "live_rows": {"announce", "batch_rows", "cache", "layer_kinds", "packed", "pools"},
+    "level_cuts": {"held_prefixes", "pools"},
+    "live_levels": {"batch_rows", "cache", "held_prefixes", "level_cuts", "pools"},
+    "live_rows": {
+        *("announce", "batch_rows", "cache", "layer_kinds", "live_levels", "packed", "pools"),
+    },
+    "worth": {"announce", "attention", "backends", "dispatch"},
     "shared_prefix": set(),
     "generation": {
-        "announce",
-        "attention",
-        "backends",
-        "cache",
-        "dispatch",
-        "layer_kinds",
-        "pools",
-        "shared_prefix",
+        *("announce", "backends", "cache", "dispatch", "layer_kinds", "pools", "shared_prefix"),
+        "worth",
     },
     "prompts": set(),
     "settings": set(),
@@ -104,8 +103,11 @@ ARROWS: dict[str, set[str]] = {
     "report": {"timing"},
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
-    "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools", "settings"},
-    "shares": {"cache", "lookup", "pools", "prompts", "timing"},
+    "engine": {
+        *("agent", "announce", "batch_rows", "cache", "level_cuts", "live_levels", "live_rows"),
+        *("pools", "settings", "shared_prefix", "worth"),
+    },
+    "shares": {"cache", "level_cuts", "lookup", "pools", "prompts", "shared_prefix", "timing"},
     "generate_runs": {
         "agent",
         "announce",
@@ -120,8 +122,8 @@ ARROWS: dict[str, set[str]] = {
     "questions": {"agent", "engine", "prompts", "settings"},
     "roster": {"agent"},
     "answering": {
-        *("agent", "engine", "engine_runs", "generate_runs", "prompts", "questions", "report"),
-        "shares",
+        *("agent", "engine", "engine_runs", "generate_runs", "pools", "prompts", "questions"),
+        *("report", "shares", "worth"),
     },
     "multi_agent": {
         *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
@@ -135,8 +137,8 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
-    *("batch_rows", "packed_tensors", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
-    "step_work",
+    *("batch_rows", "packed_tensors", "held_prefixes", "level_cuts", "lookup", "row_prefixes"),
+    *("step_attention", "step_work"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels"),
 }
@@ -185,9 +187,12 @@ ENGINE_ARROWS: dict[str, set[str]] = {
     "requests": {"sampler"},
     "job": {"memory", "offload", "sampler", "schedule", "turn"},
     "memories": {"job", "memory", "schedule"},
+    "claims": {"job", "memories", "memory"},
+    "sharing": {"claims", "job", "memories", "schedule"},
+    "sampling": {"job", "sampler"},
     "batch": {
         *("figures", "job", "memories", "memory", "offload", "preemption"),
-        *("sampler", "schedule"),
+        *("sampling", "schedule", "sharing"),
     },
     "worker": {"batch", "job"},
 }

@@ -8,7 +8,7 @@ from hf_granikv.dispatch.roofline import constants_for, predict_s
 from hf_granikv.views import GroupShape
 
 # a level read apart needs, besides its backend, one merge more
-_MERGE_LAUNCHES = 6
+MERGE_LAUNCHES = 6
 # groups that are taken to read the level at the same time: each would read its own copy of it
 _SIBLINGS = 8
 # what copies may add to the bytes of a prefix
@@ -54,7 +54,7 @@ def fusing_cost(
         )
 
     launches = min(backend.work(shape).launches for backend in backends.values())
-    apart_s = best_s(together, launches + _MERGE_LAUNCHES)
+    apart_s = best_s(together, launches + MERGE_LAUNCHES)
     return FusingCost(apart_s, _SIBLINGS * best_s(shape, 0))
 
 

@@ -1,10 +1,11 @@
-"""Predicts what one stored prefix saves against a copy of it in every row."""
+"""Predicts what a stored prefix, or one level more of it, saves against a copy of it in every row."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from hf_granikv.dispatch.dispatcher import Candidate
-from hf_granikv.dispatch.roofline import constants_for, predict_s
+from hf_granikv.dispatch.fusing import MERGE_LAUNCHES
+from hf_granikv.dispatch.roofline import DeviceConstants, constants_for, predict_s
 from hf_granikv.views import GroupShape
 
 # no gain was ever published at or below this, whatever is predicted
@@ -57,8 +58,50 @@ def sharing_gain_s(
     )
     step_gain_s = predict_s(copied, constants, "per_row") - shared_s
     step_gain_s -= _EXTRA_LAUNCHES * constants.launch_s
-    flops_per_token = 2 * _WEIGHTS_PER_LAYER * hidden_size**2
     tokens_saved = (shape.num_rows - 1) * shape.prefix_len
-    prefill_gain_s = tokens_saved * flops_per_token / constants.peak_flops_per_s
+    prefill_gain_s = tokens_saved * _token_s(hidden_size, constants)
     prefill_gain_s -= _FORWARD_LAUNCHES * constants.launch_s
     return prefill_gain_s + num_steps * step_gain_s
+
+
+def level_gain_s(
+    shape: GroupShape,
+    *,
+    hidden_size: int,
+    num_saved: int,
+    num_steps: int,
+    device_type: str,
+    backends: Mapping[str, Candidate],
+) -> float:
+    """Predicts the seconds per layer that sharing saves rows which live in one batch already.
+
+    Counted are the tokens that need not be computed, and the difference of `num_steps` decode steps:
+    the tokens are read once for all rows, with one more launch and one more merge, and not in each
+    row's own part.
+
+    Args:
+        shape: The rows over the shared tokens in one decode step.
+        hidden_size: Of the model.
+        num_saved: Tokens, over all rows, that sharing saves from being computed.
+        num_steps: Decode steps to come, at most.
+        device_type: Such as `"cpu"`; picks the built-in constants.
+        backends: Backends by name, `"per_row"` among them: what the rows' own copies have to read.
+
+    Returns:
+        Negative where sharing costs more than it saves.
+    """
+    constants = constants_for(device_type)
+    shared_s = min(
+        predict_s(backend.work(shape), constants, name)
+        for name, backend in backends.items()
+        if not backend.unsupported_reasons(shape)
+    )
+    shared_s += MERGE_LAUNCHES * constants.launch_s
+    # rows attend to tokens of their own anyway, so more of them start nothing more
+    own_s = predict_s(replace(backends["per_row"].work(shape), launches=0), constants, "per_row")
+    return num_saved * _token_s(hidden_size, constants) + num_steps * (own_s - shared_s)
+
+
+def _token_s(hidden_size: int, constants: DeviceConstants) -> float:
+    """Seconds that one token of a prompt takes in one layer."""
+    return 2 * _WEIGHTS_PER_LAYER * hidden_size**2 / constants.peak_flops_per_s

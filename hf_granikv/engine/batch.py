@@ -3,23 +3,27 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.figures import EngineFigures
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
 from hf_granikv.engine.memory import NOTHING, Memory, num_common
 from hf_granikv.engine.offload import OffloadedRow
 from hf_granikv.engine.preemption import PreemptionCost
-from hf_granikv.engine.sampler import most_probable
+from hf_granikv.engine.sampling import chosen
 from hf_granikv.engine.schedule import Limits, Moves, Seat, next_moves, step_feeds
+from hf_granikv.engine.sharing import Sharing
 from hf_granikv.errors import ColdPoolFullError, TornStateError
 from hf_granikv.live_rows import LiveRows, Row
+from hf_granikv.pools import Prefix
+from hf_granikv.worth import Worth
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,8 @@ class Batch:
     """Runs turns over rows, one step at a time.
 
     ```
-    step   next_moves   evict what is idle, preempt the youngest, admit those that wait
+    step   compare      what turns and idle agents have in common is held once from now on
+           next_moves   evict what is idle, preempt the youngest, admit those that wait
            step_feeds   one token for each running answer, chunks for prompts
            forward      all of it at once; who breaks it is found, fails, and the others go on
            choose       a token for each row whose ids are all computed
@@ -39,10 +44,16 @@ class Batch:
         limits: What they may take.
         memories: What idle agents keep.
         cost: Of the ways to preempt.
+        worth: Says which common tokens are worth to be held once; None holds none.
     """
 
     def __init__(
-        self, rows: LiveRows, limits: Limits, memories: Memories, cost: PreemptionCost | None = None
+        self,
+        rows: LiveRows,
+        limits: Limits,
+        memories: Memories,
+        cost: PreemptionCost | None = None,
+        worth: Worth | None = None,
     ) -> None:
         self.figures = EngineFigures()
         self.limits = limits
@@ -54,6 +65,7 @@ class Batch:
         self._orders = itertools.count()
         self._waiting: dict[int, Job] = {}
         self._running: dict[int, Job] = {}
+        self._sharing = Sharing(rows, memories, self._waiting, self._running, worth)
 
     @property
     def is_empty(self) -> bool:
@@ -63,6 +75,7 @@ class Batch:
     def add(self, job: Job) -> None:
         """Lets a turn wait, behind all others."""
         job.order = next(self._orders)
+        job.prefix = job.leaf = self._sharing.in_force(job.prefix)
         self._waiting[job.order] = job
 
     def cancel(self, job: Job) -> None:
@@ -82,24 +95,37 @@ class Batch:
 
     def step(self) -> None:
         """Runs one forward pass, with what has to be moved before and chosen after it."""
+        self._sharing.compare(self._learned.max_rows)
         idle = []
         if self._learned.max_tokens is not None:
             idle = self._memories.idle(self._waiting.values())
-        waiting_seats = [job.seat for job in self._waiting.values()]
-        self._move(next_moves(self._learned, self._seats(), waiting_seats, idle))
+        waiting = [job.seat for job in self._waiting.values() if not self._sharing.delays(job)]
+        self._move(next_moves(self._sharing.within(self._learned), self._seats(), waiting, idle))
+        self._sharing.make_room(self._learned)
         feeds = step_feeds(self._learned, self._seats())
         began_s = time.perf_counter()
         logits = self._computed({self._running[order]: n for order, n in feeds.items()})
         self.figures.num_steps += bool(logits)
-        ready = [job for job in logits if job.num_held == len(job.token_ids)]
-        for job, token_id in self._chosen(ready, logits):
+        ready = {job: row for job, row in logits.items() if job.num_held == len(job.token_ids)}
+        # what others wait for is shared before a turn that has computed it leaves
+        self._sharing.compare(self._learned.max_rows)
+        for job, token_id in chosen(ready, self._fail):
             self._take(job, token_id)
         if (num_fed := sum(feeds.values())) >= 4 * len(feeds) > 0:
             speed = num_fed / (time.perf_counter() - began_s)
             self._cost = replace(self._cost, tokens_per_s=speed)
         if self.is_empty:
             self._learned = self.limits
+        self._sharing.tidy()
         self._note_held()
+
+    def exchange(self, replaced: dict[Prefix, Prefix]) -> None:
+        """Lets all who read some prefixes read others with the same ids."""
+        self._sharing.exchange(replaced)
+
+    def tidy(self) -> None:
+        """Gives back what agents shared that have been closed since."""
+        self._sharing.tidy()
 
     def check_integrity(self) -> None:
         """Checks the pools, and that they hold what the turns think.
@@ -109,8 +135,8 @@ class Batch:
         """
         self._rows.check_integrity()
         for job in self._running.values():
-            assert self._rows.num_tokens(job.row) == job.num_held
-        assert self._rows.num_slots_used >= sum(job.num_held for job in self._running.values())
+            assert self._rows.num_tokens(job.row) == job.num_private
+        assert self._rows.num_slots_used >= sum(job.num_private for job in self._running.values())
 
     def _seats(self) -> list[Seat]:
         return [job.seat for job in self._running.values()]
@@ -132,33 +158,44 @@ class Batch:
     def _start(self, job: Job) -> None:
         if job.offloaded is not None:
             parked = job.offloaded.restored()
-            row, num_held = self._rows.start(job.prefix, parked), parked.num_tokens
+            row, num_held = self._rows.start(job.leaf, parked), job.num_shared + parked.num_tokens
         else:
-            row, num_held = self._resumed(job)
-            self.figures.kept_tokens += num_held
-            job.turn.kept_tokens += num_held
+            row, num_kept = self._resumed(job)
+            num_held = job.num_shared + self._rows.num_tokens(row)
+            if not job.num_seen:
+                job.turn.kept_tokens, job.turn.shared_tokens = num_kept, num_held - num_kept
+                self.figures.kept_tokens += num_kept
+                self.figures.shared_tokens += num_held - num_kept
         if job.memory is not None:
             job.memory.kept = NOTHING
         job.row, job.num_held, job.offloaded = row, num_held, None
         self._running[job.order] = self._waiting.pop(job.order)
 
     def _resumed(self, job: Job) -> tuple[Row, int]:
-        """Gives a row with what the memory of a job holds of its ids, and how much that is."""
+        """Gives a row with what is held of the ids of a job, and how many its memory had."""
         kept = NOTHING if job.memory is None else job.memory.kept
-        num_kept = num_common(kept.token_ids, job.token_ids)
-        if kept.parked is not None and num_kept:
-            row = self._rows.start(job.prefix, kept.parked)
+        num_kept, parked = num_common(kept.token_ids, job.token_ids), kept.parked
+        if parked is not None and num_kept > job.num_shared and self._goes_on(parked, job):
+            if job.leaf is not parked.prefix and job.leaf is not None:
+                parked = parked.after(job.leaf)
+            row = self._rows.start(parked.prefix, parked)
             try:
-                self._rows.crop(row, kept.parked.num_tokens - num_kept)
+                self._rows.crop(row, parked.num_tokens - num_kept + job.num_shared)
                 return row, num_kept
             except ValueError:
                 # states that have read further cannot be taken back
                 self._rows.drop(row)
-        return self._rows.start(job.prefix), 0
+                num_kept = 0
+        return self._rows.start(job.leaf), min(num_kept, job.num_shared)
+
+    def _goes_on(self, parked: ParkedRow, job: Job) -> bool:
+        """Whether a row goes on from what a job reads, or from an earlier part of that."""
+        return parked.prefix is None or (job.leaf is not None and parked.prefix in job.leaf.chain)
 
     def _preempt(self, job: Job, *, may_keep: bool = True) -> None:
         may_keep = may_keep and self._cost.frees_budget
-        if may_keep and self._cost.keeps(job.num_held, job.num_held * self._rows.bytes_per_token):
+        num_tokens = job.num_private
+        if may_keep and self._cost.keeps(num_tokens, num_tokens * self._rows.bytes_per_token):
             job.offloaded = OffloadedRow.of(self._rows.park(job.row))
         else:
             self._rows.drop(job.row)
@@ -209,7 +246,7 @@ class Batch:
             self.figures.num_evictions += self._memories.forget(each.key for each in idle)  # type: ignore[misc]
         elif {job.order} != self._running.keys() and self._running:
             together = {job, *self._running.values()}
-            num_tokens = sum(len(each.token_ids) for each in together)
+            num_tokens = sum(each.seat.num_ids for each in together) + self._sharing.num_tokens
             self._learned = replace(self._learned, max_tokens=num_tokens - 1)
             if job.row is not None:
                 self._preempt(self._running[max(self._running)], may_keep=False)
@@ -219,27 +256,6 @@ class Batch:
             self._fail(job, error)
             return
         logger.info("a step did not fit and is tried again with less: %s", error)
-
-    def _chosen(
-        self, ready: Sequence[Job], logits: Mapping[Job, Tensor]
-    ) -> Iterable[tuple[Job, int]]:
-        """Chooses a token for each turn, with one wait for the device."""
-        plain = [job for job in ready if job.sampler.is_plain]
-        drawn: dict[Job, Tensor] = {}
-        if plain:
-            drawn.update(zip(plain, most_probable([logits[job] for job in plain]), strict=True))
-        for job in ready:
-            if job in drawn:
-                continue
-            try:
-                drawn[job] = job.sampler.choose(logits[job])
-            except Exception as error:
-                self._fail(job, error)
-        if not drawn:
-            return []
-        device = next(iter(drawn.values())).device
-        tokens: list[int] = torch.stack([t.to(device) for t in drawn.values()]).tolist()
-        return list(zip(drawn, tokens, strict=True))
 
     def _take(self, job: Job, token_id: int) -> None:
         try:
@@ -280,7 +296,7 @@ class Batch:
         tell()
 
     def _note_held(self) -> None:
-        held = sum(job.num_held for job in self._running.values())
+        held = sum(job.num_private for job in self._running.values()) + self._sharing.num_tokens
         held += sum(tokens.num_tokens for tokens in self._memories.idle())
         self.figures.held_tokens = held
         self.figures.peak_tokens = max(self.figures.peak_tokens, held)

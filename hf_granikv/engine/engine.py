@@ -23,8 +23,10 @@ from hf_granikv.engine.requests import Asked
 from hf_granikv.engine.schedule import Limits
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine.worker import Worker
+from hf_granikv.journal import Journal
 from hf_granikv.live_rows import LiveRows
 from hf_granikv.pools import Prefix
+from hf_granikv.worth import Worth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,9 +69,11 @@ class Engine:
         self._memories = Memories()
         is_on_host = device_of_ids(transformers_model(model)).type == "cpu"
         cost = PreemptionCost(frees_budget=not is_on_host)
-        batch = Batch(self._rows, self._limits, self._memories, cost)
+        worth = Worth(model, options.min_shared_tokens)
+        batch = Batch(self._rows, self._limits, self._memories, cost, worth)
         self._figures = batch.figures
         self._worker = Worker(batch)
+        self._memories.on_close = self._worker.tidy
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def __enter__(self) -> "Engine":
@@ -146,9 +150,16 @@ class Engine:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that agents hold between their turns."""
+        """Bytes that agents hold between their turns, each for itself."""
         with self.paused():
             return self._memories.num_bytes
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of what agents have come to share after the prefixes."""
+        with self._worker.paused() as batch:
+            batch.tidy()
+            return self._rows.levels.num_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -160,6 +171,16 @@ class Engine:
     def backend_steps(self) -> dict[str, int]:
         """How many steps each backend has run; goes on changing while turns run."""
         return self._rows.backend_steps
+
+    @property
+    def journal(self) -> Journal:
+        """Which path ran how often, what has come to be shared, and why other things have not."""
+        return self._rows.levels.journal
+
+    def exchange(self, replaced: dict[Prefix, Prefix]) -> None:
+        """Lets all who read some prefixes read others with the same ids, which the cache now holds."""
+        with self._worker.paused() as batch:
+            batch.exchange(replaced)
 
     def check_integrity(self) -> None:
         """Checks the pools, between two steps.
@@ -178,8 +199,9 @@ class Engine:
         """
         self._finalizer.detach()
         self._worker.close(because)
-        with self.paused():
+        with self._worker.paused() as batch:
             self._memories.forget(each.key for each in self._memories.idle())  # type: ignore[misc]
+            batch.tidy()
 
     def _cancel(self, job: Job) -> None:
         self._worker.cancel(job)

@@ -13,10 +13,12 @@ class EngineFigures:
         computed_tokens: Tokens computed: of prompts, of answers, and again after a preemption.
         prompt_tokens: Those of prompts among them, and those computed again.
         kept_tokens: Prompt tokens that needed no computation, since the agent held them.
+        shared_tokens: Prompt tokens that needed none, since others held or computed them.
         generated_tokens: Tokens of answers.
         num_preemptions: How often a running turn had to wait again.
         num_evictions: How often an idle agent's tokens were dropped.
-        held_tokens: Private tokens held now, those of idle agents included.
+        held_tokens: Tokens after the prefixes held now: private ones, those of idle agents included,
+            and what agents share of them, once.
         peak_tokens: The most that were held at the end of a step.
     """
 
@@ -25,6 +27,7 @@ class EngineFigures:
     computed_tokens: int = 0
     prompt_tokens: int = 0
     kept_tokens: int = 0
+    shared_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
     num_evictions: int = 0

@@ -8,6 +8,7 @@ from hf_granikv.engine.offload import OffloadedRow
 from hf_granikv.engine.sampler import Sampler
 from hf_granikv.engine.schedule import Seat
 from hf_granikv.engine.turn import Turn
+from hf_granikv.live_levels import num_between
 from hf_granikv.pools import Prefix
 
 
@@ -18,16 +19,19 @@ class Job:
     Attributes:
         turn: The caller's end of it.
         sampler: Chooses its tokens.
-        token_ids: Its private ids: of the prompt after the prefix, and of the answer so far.
-        prefix: The end of the chain of prefixes that it reads.
+        token_ids: Its ids after the prefix: of the prompt, and of the answer so far.
+        prefix: The end of the chain of prefixes that its prompt was said to start with.
         memory: What its agent keeps; None keeps nothing.
         order: Its arrival.
         row: Its row while it runs.
-        num_held: Private tokens in that row.
+        num_held: How many of its ids are computed: in what it reads, and in that row. 0 as long as it
+            has none.
         offloaded: What it keeps while it waits again after it ran.
-        num_prompt: Private ids of the prompt.
-        num_seen: The most tokens that were ever held in its row.
+        leaf: The end of the chain that it reads: of the prefix, or of what it shares after that.
+        num_prompt: Ids of the prompt after the prefix.
+        num_seen: The most that were ever held.
         is_suspect: Whether a forward with it has failed, and none has succeeded since.
+        is_compared: Whether what it has in common with others has been looked for.
     """
 
     turn: Turn
@@ -39,18 +43,32 @@ class Job:
     row: Any = None
     num_held: int = 0
     offloaded: OffloadedRow | None = None
+    leaf: Prefix | None = field(init=False)
     num_prompt: int = field(init=False)
     num_seen: int = 0
     is_suspect: bool = False
+    is_compared: bool = False
 
     def __post_init__(self) -> None:
         """Counts the prompt."""
+        self.leaf = self.prefix
         self.num_prompt = len(self.token_ids)
+
+    @property
+    def num_shared(self) -> int:
+        """How many of its ids are in what it reads."""
+        return num_between(self.prefix, self.leaf)
+
+    @property
+    def num_private(self) -> int:
+        """Tokens in its row."""
+        return max(0, self.num_held - self.num_shared)
 
     @property
     def seat(self) -> Seat:
         """The job in the words of the schedule."""
-        return Seat(self.order, len(self.token_ids), self.num_held, self.num_to_come)
+        num_ids = len(self.token_ids) - self.num_shared
+        return Seat(self.order, num_ids, self.num_private, self.num_to_come)
 
     @property
     def num_to_come(self) -> int:
@@ -60,7 +78,7 @@ class Job:
 
     @property
     def num_at_most(self) -> int:
-        """The most private tokens it can come to hold; its last id is never computed."""
+        """The most tokens it can come to hold; its last id is never computed."""
         return len(self.token_ids) + self.num_to_come - 1
 
     def next_ids(self, count: int) -> list[int]:

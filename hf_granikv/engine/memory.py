@@ -11,11 +11,12 @@ from hf_granikv.pools import Prefix
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Private tokens that are computed and held.
+    """Tokens that are computed and held.
 
     Attributes:
         token_ids: Their ids, after those of the prefix.
-        parked: The row that holds them; forks share it.
+        parked: The row that holds them; forks share it. The first of them may be in what it reads,
+            which is then more than the prefix.
         used_at: When they were used last, in turns of the engine.
     """
 
@@ -29,7 +30,7 @@ NOTHING = Kept()
 
 @dataclass(eq=False)
 class Memory:
-    """The private tokens of one agent, from turn to turn.
+    """What one agent holds after its prefix, from turn to turn.
 
     What is kept is replaced as a whole, so any thread may read it, and forget it.
 
@@ -43,6 +44,7 @@ class Memory:
     kept: Kept
     is_closed: bool
     _make: Callable[[Prefix | None, Kept], "Memory"] = field(repr=False)
+    _on_close: Callable[[], None] = field(repr=False)
 
     def fork(self) -> "Memory":
         """Gives another agent's memory that starts with the same tokens, held once for both."""
@@ -52,10 +54,11 @@ class Memory:
         """Gives back what is held; a turn that runs keeps nothing for the next one."""
         self.is_closed = True
         self.kept = NOTHING
+        self._on_close()
 
     @property
     def num_tokens(self) -> int:
-        """Private tokens held."""
+        """Tokens held after those of the prefix."""
         return len(self.kept.token_ids)
 
 

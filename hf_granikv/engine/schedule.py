@@ -116,7 +116,7 @@ def next_moves(
     room = _Room(limits, idle)
     stays = sorted(running, key=lambda seat: seat.order)
     preempted: list[int] = []
-    while not room.makes(_committed(stays)) and len(stays) > 1:
+    while not room.makes(committed(stays)) and len(stays) > 1:
         preempted.append(stays.pop().order)
     if preempted:
         return Moves(tuple(room.evicted), tuple(preempted))
@@ -126,9 +126,9 @@ def next_moves(
         if len(entered) > limits.max_rows:
             break
         ahead = sum(min(each.num_to_come, limits.lookahead) for each in entered)
-        if stays and not room.could_make(_committed(entered) + ahead):
+        if stays and not room.could_make(committed(entered) + ahead):
             break
-        room.makes(_committed(entered), enters=seat.order)
+        room.makes(committed(entered), enters=seat.order)
         stays = entered
         admitted.append(seat.order)
     return Moves(tuple(room.evicted), (), tuple(admitted))
@@ -177,5 +177,6 @@ class _Room:
         return self.could_make(num_tokens + sum(each.num_tokens for each in rest))
 
 
-def _committed(seats: Sequence[Seat]) -> int:
+def committed(seats: Sequence[Seat]) -> int:
+    """Private tokens that turns hold, or will before they choose their next one."""
     return sum(max(seat.num_ids, seat.num_held) for seat in seats)

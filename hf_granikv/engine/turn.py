@@ -34,6 +34,7 @@ class Turn:
         name: See above.
         prompt_tokens: See above.
         kept_tokens: Prompt tokens that its agent held from earlier turns.
+        shared_tokens: Prompt tokens that it read of what others hold or have computed.
         computed_tokens: Prompt tokens computed so far; those that were given back meanwhile count again.
         first_token_s: When the first token came, by `time.perf_counter`; None before.
         last_token_s: When the latest did.
@@ -44,7 +45,7 @@ class Turn:
     def __init__(self, name: str, prompt_tokens: int, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.name = name
         self.prompt_tokens = prompt_tokens
-        self.kept_tokens = self.computed_tokens = 0
+        self.kept_tokens = self.shared_tokens = self.computed_tokens = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.first_step = self.last_step = 0

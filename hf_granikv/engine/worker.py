@@ -61,8 +61,16 @@ class Worker:
 
     def cancel(self, job: Job) -> None:
         """Ends a turn after the step under way."""
+        self._order(lambda: self._batch.cancel(job))
+
+    def tidy(self) -> None:
+        """Gives back what closed agents shared, after the step under way."""
+        if self._thread is not None and not self._is_closed:
+            self._order(self._batch.tidy)
+
+    def _order(self, order: Callable[[], None]) -> None:
         with self._changed:
-            self._orders.append(lambda: self._batch.cancel(job))
+            self._orders.append(order)
             self._changed.notify_all()
 
     @contextlib.contextmanager

@@ -43,6 +43,7 @@ class Prefix:
         parent: The prefix that it extends; None if it starts a sequence.
         salt: Rows find it under this word only.
         num_fused: Tokens of its parents that it keeps itself, since reading them apart would cost more.
+        is_part: Whether its tensors show a part of larger ones, which are held as long as any part is.
         saver: What `save` calls; None if nobody knows the model that computed it.
     """
 
@@ -54,6 +55,7 @@ class Prefix:
     parent: "Prefix | None" = field(default=None, repr=False)
     salt: str | None = None
     num_fused: int = 0
+    is_part: bool = False
     saver: Saver | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -113,7 +115,9 @@ class Prefix:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storages held, whatever the number of readers."""
+        """Bytes of the storages held, or of its part of them, whatever the number of readers."""
+        if self.is_part:
+            return sum(t.nbytes for t in self.tensors())
         return sum(t.untyped_storage().nbytes() for t in self.tensors())
 
     def tensors(self) -> list[Tensor]:
@@ -194,6 +198,7 @@ class HotPool:
         salt: str | None = None,
         num_fused: int = 0,
         saver: Saver | None = None,
+        is_part: bool = False,
     ) -> Prefix:
         """Takes ownership of freshly computed keys and values, and holds them once.
 
@@ -206,8 +211,9 @@ class HotPool:
             salt: See `Prefix`.
             num_fused: Likewise.
             saver: Likewise.
+            is_part: Likewise; the tensors are then those of another prefix, or views of them.
         """
-        pairs = [(_exact(k), _exact(v)) for k, v in keys_and_values]
+        pairs = [(k, v) if is_part else (_exact(k), _exact(v)) for k, v in keys_and_values]
         stop = len(token_ids) + (0 if parent is None else parent.stop)
         if parent is not None:
             self.acquire(parent)
@@ -219,6 +225,7 @@ class HotPool:
             parent=parent,
             salt=salt,
             num_fused=num_fused,
+            is_part=is_part,
             saver=saver,
             states={
                 num_tokens: tuple({key: _exact(t) for key, t in layer.items()} for layer in layers)
@@ -254,6 +261,8 @@ class HotPool:
                 raise IntegrityError(f"{prefix} was written to or moved after it was sealed.")
             for tensor in prefix.tensors():
                 exact = tensor.numel() * tensor.element_size()
+                if prefix.is_part and all(head.is_contiguous() for head in tensor):
+                    continue
                 if tensor.untyped_storage().nbytes() != exact or not tensor.is_contiguous():
                     raise IntegrityError(
                         f"{prefix}: {tensor.untyped_storage().nbytes()} bytes held for {exact}."

@@ -1,11 +1,11 @@
-"""Predicted gain of one stored prefix over a copy in every row."""
+"""Predicted gain of one stored prefix, or of a level more, over a copy in every row."""
 
 from dataclasses import replace
 
 import pytest
 
 from hf_granikv.backends import BACKENDS
-from hf_granikv.dispatch.sharing import sharing_gain_s
+from hf_granikv.dispatch.sharing import level_gain_s, sharing_gain_s
 from hf_granikv.views import GroupShape
 
 SHAPE = GroupShape(
@@ -68,3 +68,29 @@ def test_saved_prefill_pays_for_few_slower_steps_only() -> None:
 def test_more_to_share_gains_more(field: str) -> None:
     larger = replace(SHAPE, **{field: 2 * getattr(SHAPE, field)})
     assert gain_s(larger, 100) > gain_s(SHAPE, 100)
+
+
+def level_us(num_rows: int, num_tokens: int, *, num_saved: int = 0, num_steps: int = 1) -> float:
+    """Of a level more, in microseconds per layer."""
+    return 1e6 * level_gain_s(
+        replace(SHAPE, num_rows=num_rows, prefix_len=num_tokens),
+        hidden_size=576,
+        num_saved=num_saved,
+        num_steps=num_steps,
+        device_type="cpu",
+        backends=BACKENDS,
+    )
+
+
+def test_a_level_more_pays_in_steps_where_many_rows_read_many_tokens() -> None:
+    assert level_us(2, 256) < 0
+    assert level_us(1, 4096) < 0
+    assert level_us(8, 2048) > 0
+    assert level_us(8, 4096) > level_us(8, 2048) > level_us(4, 2048)
+
+
+def test_what_need_not_be_computed_pays_for_some_steps_of_a_level() -> None:
+    saved = {"num_saved": 256}
+    assert level_us(2, 256, **saved, num_steps=10) > 0 > level_us(2, 256, **saved, num_steps=1000)
+    # where nothing is computed either way, only steps count
+    assert level_us(2, 256, num_steps=0) == 0
