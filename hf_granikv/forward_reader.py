@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_granikv.announce import forward_parameters
+from hf_granikv.compat import variables_of_generate
 from hf_granikv.cut_prompts import CutPrompt
 from hf_granikv.inputs import read_forward, read_generation, shape_of
 from hf_granikv.known_models import KnownModels
@@ -50,11 +51,9 @@ class ForwardReader:
             return None
         state.settle()
         takes_positions = "position_ids" in forward_parameters(module)
-        # a call that generate gave up before its first forward leaves its mark; generate always
-        # counts positions
-        is_generation = state.is_generation_pending and (
-            not takes_positions or kwargs.get("position_ids") is not None
-        )
+        # a call that generate gave up before its first forward leaves its mark
+        generation = variables_of_generate() if state.is_generation_pending else {}
+        is_generation = bool(generation)
         state.is_generation_pending = False
         if kwargs.get("use_cache") is False:
             raise ValueError(
@@ -70,6 +69,7 @@ class ForwardReader:
         elif is_generation:
             starts = state.prefixes.starting_rows(num_rows)
             embeds_of = _embeds(module, starts, kwargs.get("inputs_embeds"))
+            kwargs = _with_mask(kwargs, generation)
             layout, kwargs = read_generation(kwargs, starts, held, embeds_of)
         else:
             layout, kwargs = read_forward(kwargs, held)
@@ -109,6 +109,20 @@ class ForwardReader:
         state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
         self._cut_prompt = cut
         return cut.first_column
+
+
+def _with_mask(kwargs: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    """Gives back the mask that `generate` has dropped, where nothing else tells its length.
+
+    That is where a model's own preparation of inputs hands on no positions.
+    """
+    if kwargs.get("attention_mask") is not None or kwargs.get("position_ids") is not None:
+        return kwargs
+    num_rows, num_ids = shape_of(kwargs)
+    prompts = generation["inputs_tensor"]
+    mask_length = getattr(generation["generation_config"], "_mask_length", None)
+    num_hidden = 0 if mask_length is None else max(0, mask_length - prompts.shape[1])
+    return {**kwargs, "attention_mask": prompts.new_ones(num_rows, num_hidden + num_ids).long()}
 
 
 def _embeds(

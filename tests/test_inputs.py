@@ -10,6 +10,7 @@ from prompts import (
     alone,
     cached,
     left_padded,
+    logits_alone,
     middle_padded,
     new_tokens,
     prefilled,
@@ -20,8 +21,10 @@ from prompts import (
     whole,
 )
 from refusals import assert_refused
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
 
+import hf_granikv
 from hf_granikv import AsymmetricPagedCache
 
 P = len(PREFIX)
@@ -99,6 +102,59 @@ def test_every_layout_gives_the_tokens_of_each_row_alone(
     cache = prefilled(model)
     assert new_tokens(model, lay_out(rows), **cached(cache)) == alone(model, whole(rows))
     cache.check_integrity()
+
+
+class WithoutPositions(LlamaForCausalLM):
+    """A model whose own preparation of inputs hands on no positions, as remote code often does."""
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        prepared.pop("position_ids", None)
+        return prepared
+
+
+@pytest.fixture
+def without_positions(model: PreTrainedModel) -> PreTrainedModel:
+    own = WithoutPositions._from_config(model.config, attn_implementation="granikv").eval()
+    own.load_state_dict(model.state_dict())
+    return own
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_that_a_model_does_not_hand_on_are_counted(
+    model: PreTrainedModel, without_positions: PreTrainedModel, layout: str
+) -> None:
+    """A mask of ones is dropped by then: prompts looked like new tokens after the prefix."""
+    rows, lay_out = LAYOUTS[layout]
+    cache = prefilled(without_positions)
+    want = alone(model, whole(rows))
+    assert new_tokens(without_positions, lay_out(rows), **cached(cache)) == want
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED], ids=["even", "ragged"])
+def test_shared_prompts_of_such_a_model_are_its_own(
+    model: PreTrainedModel, without_positions: PreTrainedModel, rows: list[list[int]]
+) -> None:
+    options = {"custom_generate": hf_granikv.generate, "min_shared_tokens": 4}
+    got = new_tokens(without_positions, left_padded(whole(rows)), **options)
+    assert got == alone(model, whole(rows))
+
+
+def test_a_forward_after_a_generate_that_gave_up_is_a_plain_one(model: PreTrainedModel) -> None:
+    """generate marks the cache, and may refuse its own arguments after that."""
+    cache = prefilled(model)
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        new_tokens(model, left_padded(whole(EVEN)), num_return_sequences=3, **cached(cache))
+    cache._is_user_defined = True
+    positions = torch.arange(P, P + 4).expand(2, -1)
+    for options in ({}, {"position_ids": positions}):
+        with torch.no_grad():
+            got = model(input_ids=torch.tensor(EVEN), **options, **cached(cache)).logits[:, -1]
+        want = [logits_alone(model, row, 1)[0] for row in whole(EVEN)]
+        torch.testing.assert_close(got, torch.stack(want), atol=1e-4, rtol=0)
+        cache.reset()
+        cache._is_user_defined = True
 
 
 @pytest.mark.parametrize("lengths", [(0, 4), (0,), (3, 1)], ids=str)
