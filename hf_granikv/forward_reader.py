@@ -13,6 +13,7 @@ from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_inputs import embedded
+from hf_granikv.prompt_checks import check_arguments
 from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.state import CacheState
 
@@ -60,6 +61,8 @@ class ForwardReader:
                 "use_cache=False was given, or stands in the model's generation_config, together with "
                 "a cache that holds a prefix; pass use_cache=True, or leave the cache out."
             )
+        config: Any = module.config
+        check_arguments(kwargs, takes_media=bool(config.sub_configs))
         num_rows, _ = shape_of(kwargs)
         held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None
         if cut is not None and not cut.is_continued_by(kwargs, held, is_generation):

@@ -26,6 +26,7 @@ from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
 from hf_granikv.config import is_count
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
 from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.prompt_checks import unread_arguments
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
 from hf_granikv.views import GroupShape
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
-
-# any other argument of the forward may change what a token of the prefix means
-_KNOWN_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE_ARGUMENT}
 
 
 class _NotSharedError(Exception):
@@ -151,11 +149,11 @@ def _whole_prompts(
         )
     if config.output_hidden_states or config.output_attentions:
         raise _NotSharedError("hidden states or attentions of every prompt token were asked for.")
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _KNOWN_KWARGS)
-    if unknown:
-        raise _NotSharedError(
-            f"{', '.join(unknown)} may say more about the prompts than their ids."
-        )
+    unread = unread_arguments(kwargs, takes_media=False)
+    if kwargs.get("inputs_embeds") is not None:
+        unread.append("inputs_embeds")
+    if unread:
+        raise _NotSharedError(f"{', '.join(unread)} may say more about the prompts than their ids.")
     if config.prefill_chunk_size is not None:
         raise _NotSharedError("prefill_chunk_size cuts prompts; leave it unset.")
     ids = input_ids.cpu().numpy()

@@ -14,8 +14,52 @@ from hf_granikv.row_prefixes import RowPrefixes
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
+# what is read here, and what changes no key and no value
+_UNDERSTOOD = {
+    *("attention_mask", "cache", "cache_position", "input_ids", "inputs_embeds", "past_key_values"),
+    *("position_ids", "use_cache", "labels", "logits_to_keep", "num_items_in_batch"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
 # arguments that bring images or videos, whatever a model calls them
 _WORDS_OF_IMAGES = ("pixel_values", "image", "video", "vision", "mm_encoder")
+# what comes to places that are marked among the ids, and how large it is
+_WORDS_OF_MEDIA = (
+    *_WORDS_OF_IMAGES,
+    *("pixel", "audio", "feature", "input_values", "grid", "frames", "aspect_ratio", "patches"),
+    *("spatial_shapes", "token_type_ids"),
+)
+
+
+def unread_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> list[str]:
+    """Names of what comes with a forward and is not read here, so that it may change keys and values.
+
+    Args:
+        kwargs: The arguments of the forward.
+        takes_media: Whether the model takes images or sounds, which come to places that are marked
+            among the ids: no prefix is computed with any.
+    """
+    given = {name for name, value in kwargs.items() if value is not None} - _UNDERSTOOD
+    if takes_media:
+        given = {name for name in given if not any(word in name for word in _WORDS_OF_MEDIA)}
+    return sorted(given)
+
+
+def check_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> None:
+    """Checks that nothing comes with a forward that a prefix was computed without.
+
+    Args:
+        kwargs: The arguments of the forward.
+        takes_media: As in `unread_arguments`.
+
+    Raises:
+        ValueError: Naming the arguments that may change keys and values.
+    """
+    if unread := unread_arguments(kwargs, takes_media=takes_media):
+        raise ValueError(
+            f"{', '.join(unread)} came with a forward over a prefix, which is stored as the token ids "
+            "alone give it, and may change keys and values. Leave it out, or generate without this "
+            "cache."
+        )
 
 
 def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> None:

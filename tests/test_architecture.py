@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str]] = {
     "prefix_inputs": {"pools"},
     "forward_reader": {
         *("announce", "cut_prompts", "inputs", "known_models", "layer_kinds", "pools"),
-        *("prefix_inputs", "row_prefixes", "state"),
+        *("prefix_inputs", "prompt_checks", "row_prefixes", "rows_owner", "state"),
     },
     "tensor_hash": set(),
     "model_digest": {"identity", "tensor_hash"},
@@ -95,6 +95,7 @@ ARROWS: dict[str, set[str]] = {
         "dispatch",
         "layer_kinds",
         "pools",
+        "prompt_checks",
         "shared_prefix",
     },
     "prompts": set(),

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SHARED_PATH, Family
 from prompts import (
     PAD_ID,
     PREFIX,
@@ -309,6 +310,71 @@ BAD_FORWARDS: dict[str, tuple[Inputs, str]] = {
     "no_cache_wanted": ({"input_ids": torch.tensor(EVEN), "use_cache": False}, "use_cache=False"),
     "no_inputs": ({}, "neither input_ids nor inputs_embeds"),
 }
+
+
+TYPED = ("gpt2", "gpt_neo", "gptj", "codegen")
+_LIKE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 4}
+_LIKE_GPT2 |= {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+OWN_TYPED = {"gptj": Family("GPTJConfig", base=_LIKE_GPT2)}
+OWN_TYPED["codegen"] = Family("CodeGenConfig", base=_LIKE_GPT2)
+
+
+@pytest.mark.parametrize("token_type", [0, 5])
+@pytest.mark.parametrize("family", TYPED)
+def test_types_of_tokens_that_a_prefix_was_computed_without_are_refused(
+    tiny_model: Callable[..., PreTrainedModel], family: str, token_type: int
+) -> None:
+    """These models add an embedding of the type, of type 0 too."""
+    own = OWN_TYPED.get(family)
+    model = own.model() if own else tiny_model(family, "eager")
+    cache, inputs = prefilled(model), left_padded(whole(EVEN))
+    inputs["token_type_ids"] = torch.full_like(inputs["input_ids"], token_type)
+    message = "token_type_ids came with a forward over a prefix"
+
+    def generated() -> Any:
+        return new_tokens(model, inputs, **cached(cache))
+
+    assert_refused(cache, model, generated, ValueError, message)
+    typed = {"input_ids": torch.tensor(EVEN), "token_type_ids": torch.tensor(EVEN)}
+    assert_refused(cache, model, lambda: model(**typed, **cached(cache)), ValueError, message)
+    options = {"custom_generate": hf_granikv.generate, "min_shared_tokens": 4}
+    assert new_tokens(model, inputs, **options) == new_tokens(model, inputs, use_cache=False)
+
+
+UNREAD: dict[str, Inputs] = {
+    "of_another_encoder": {"encoder_hidden_states": torch.randn(2, 6, 32)},
+    "of_the_attention": {"cu_seq_lens_q": torch.tensor([0, 4, 8])},
+    "of_an_image_that_no_text_model_takes": {"pixel_values": torch.randn(1, 3, 8, 8)},
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_nobody_here_understands_is_refused_by_name(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, name: str
+) -> None:
+    given, (argument,) = {"input_ids": torch.tensor(EVEN), **UNREAD[name]}, UNREAD[name]
+    message = f"^{argument} came with a forward over a prefix.*Leave it out"
+    assert_refused(cache, model, lambda: model(**given, **cached(cache)), ValueError, message)
+
+
+def test_cross_attention_is_refused_for_what_it_is() -> None:
+    """Its hidden states were taken for a forward of an unknown model."""
+    model = SHARED_PATH["gpt2"].model(attn_implementation="granikv", add_cross_attention=True)
+    cache, inputs = prefilled(model), left_padded(whole(EVEN))
+    inputs["encoder_hidden_states"] = torch.randn(2, 6, 32)
+    with pytest.raises(ValueError, match="encoder_hidden_states came with a forward over a prefix"):
+        new_tokens(model, inputs, **cached(cache))
+
+
+def test_what_changes_no_key_may_come_along(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
+    ids = torch.tensor(EVEN)
+    silent = {"labels": ids, "output_hidden_states": True, "return_dict": True, "use_cache": True}
+    with torch.no_grad():
+        out = model(input_ids=ids, logits_to_keep=0, token_type_ids=None, **silent, **cached(cache))
+    want = torch.stack([logits_alone(model, row, 4) for row in whole(EVEN)])
+    torch.testing.assert_close(out.logits, want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", BAD_FORWARDS)
