@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_granikv.gradients import needs_gradients, with_graph
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
 from hf_granikv.views import LayerStep, Window
@@ -61,10 +62,15 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         step = state.begin_step(key_states) if is_first else state.current_step()
         self._step_id = state.step_id
         state.write(layer_idx, key_states, value_states)
+        has_graph = needs_gradients(key_states, value_states)
+        is_cut = has_graph and state.note_graph()
+        if not by_parts and state.num_columns == step.plan.q_len:
+            return key_states, value_states
+        keys, values = state.cold.read(layer_idx)
+        if has_graph:
+            new = key_states, value_states
+            keys, values = with_graph((keys, values), new, step.plan, is_cut=is_cut)
         if not by_parts:
-            if state.num_columns == step.plan.q_len:
-                return key_states, value_states
-            keys, values = state.cold.read(layer_idx)
             if state.returns_contiguous:
                 keys, values = keys.contiguous(), values.contiguous()
             return keys, values
@@ -72,7 +78,8 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             layer_idx,
             step.plan,
             state.reads.parts(layer_idx),
-            *state.cold.read(layer_idx),
+            keys,
+            values,
             self._window,
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)

@@ -53,7 +53,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "accounting": {"pools", "state"},
     "recurrent": {"layer", "pools", "state"},
-    "layer": {"lazy", "state"},
+    "gradients": set(),
+    "layer": {"gradients", "lazy", "state"},
     "identity": set(),
     "known_models": {"identity", "model_digest"},
     "cut_prompts": {"inputs", "row_prefixes"},
@@ -83,7 +84,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "step_attention": {"backends", "dispatch", "kernels", "windows"},
     "packed_tensors": {"lazy"},
-    "attention": {"kernels", "lazy", "masks", "packed_tensors", "step_attention"},
+    "attention": {"gradients", "kernels", "lazy", "masks", "packed_tensors", "step_attention"},
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
     "live_rows": {"announce", "batch_rows", "cache", "layer_kinds", "packed", "pools"},
     "shared_prefix": set(),
@@ -135,7 +136,7 @@ WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
     *("batch_rows", "packed_tensors", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
-    *("cut_prompts", "identity", "known_models", "visibility", "windows"),
+    *("cut_prompts", "gradients", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels"),
 }
 
