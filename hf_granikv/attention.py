@@ -141,6 +141,8 @@ def _dense_reasons(
         reasons.append("keys and values are of another layout or of different layers")
     if not query.dtype == key.dtype == value.dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
+    if query.dtype == torch.float64:
+        reasons.append("parts are merged in float32, and the query is torch.float64")
     if step.plan.dense_reason is not None:
         reasons.append(step.plan.dense_reason)
     return reasons

@@ -232,9 +232,10 @@ def _levels(
 def _gain_s(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: int) -> float:
     text_config, device_type = model.config.get_text_config(decoder=True), device_of_ids(model).type
     attention = text_config._attn_implementation
-    if attention != ATTENTION_NAME or torch.is_autocast_enabled(device_type):
+    is_dense = torch.is_autocast_enabled(device_type) or model.dtype == torch.float64
+    if attention != ATTENTION_NAME or is_dense:
         raise _NotSharedError(
-            f"under attn_implementation={attention!r}, or autocast, a shared prefix is right but "
+            f"under attn_implementation={attention!r}, autocast or float64, a shared prefix is right but "
             f"slow; load the model with {ATTENTION_NAME!r}, or pass min_shared_tokens."
         )
     num_q_heads = text_config.num_attention_heads
