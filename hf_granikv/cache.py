@@ -225,7 +225,8 @@ class AsymmetricPagedCache(LoadingCache):
 
     def settle(self, *, is_complete: bool = False) -> None:
         """Undoes what is left of a forward pass that broke off; called by the hook on the model."""
-        self._state.settle(is_complete=is_complete)
+        if self._reader.owner.leave():
+            self._state.settle(is_complete=is_complete)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -236,6 +237,7 @@ class AsymmetricPagedCache(LoadingCache):
         # generate marks every cache it is handed, right before it runs: from here to its first
         # forward the cache looks empty, so that prompts arrive whole and can be checked
         self._state.is_generation_pending = bool(self._state.prefixes)
+        self._reader.owner.mark()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held: of the prefix and since."""

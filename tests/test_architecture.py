@@ -59,6 +59,7 @@ ARROWS: dict[str, set[str]] = {
     "known_models": {"identity", "model_digest"},
     "cut_prompts": {"inputs", "row_prefixes"},
     "prefix_inputs": {"pools"},
+    "rows_owner": set(),
     "forward_reader": {
         *("announce", "cut_prompts", "inputs", "known_models", "layer_kinds", "pools"),
         *("prefix_inputs", "prompt_checks", "row_prefixes", "rows_owner", "state"),
