@@ -172,7 +172,7 @@ def _in_one_piece(
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
     elif mask is not None and mask.dtype != torch.bool:
         mask = mask >= 0
-    scores = {"scale": rule.scale, "softcap": rule.softcap}
+    scores: dict[str, Any] = {"scale": rule.scale, "softcap": rule.softcap}
 
     def run() -> Tensor:
         return finished([suffix_attention(query, key, value, mask=mask, **scores)], query, rule)

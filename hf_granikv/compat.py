@@ -37,13 +37,14 @@ def generations_with(cache: Any) -> list[Any]:
     Returns:
         Of each the `generation_config`, which is an object of that call alone.
     """
-    frame, found = sys._getframe(1), []
+    frame: Any = sys._getframe(1)
+    found = []
     while frame is not None:
         if frame.f_code is _GENERATE:
             held = frame.f_locals
             if (held.get("model_kwargs") or {}).get(CACHE_ARGUMENT) is cache:
                 found.append(held.get("generation_config"))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found
 
 

@@ -113,7 +113,7 @@ def with_gradients(
     held = [t if t.requires_grad else t.clone() for t in parts[-1][:2]]
     pairs = [t for part in parts[:-1] for t in part[:2]]
     attend = partial(_attend, masks, scale, softcap)
-    out: Tensor = _Recomputed.apply(run, attend, query, sinks, *pairs, *held)  # type: ignore[no-untyped-call]
+    out: Tensor = _Recomputed.apply(run, attend, query, sinks, *pairs, *held)
     return out
 
 
@@ -126,7 +126,7 @@ class _Recomputed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[2:]
         with torch.enable_grad():
@@ -135,7 +135,7 @@ class _Recomputed(torch.autograd.Function):
                 for t, is_needed in zip(ctx.saved_tensors, needed, strict=True)
             ]
             out = ctx.attend(*tensors)
-        wanted = [t for t, is_needed in zip(tensors, needed, strict=True) if is_needed]
+        wanted = [t for t in tensors if t is not None and t.requires_grad]
         found = iter(torch.autograd.grad(out, wanted, grad_out))
         return (None, None, *(next(found) if is_needed else None for is_needed in needed))
 

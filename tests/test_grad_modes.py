@@ -126,6 +126,15 @@ def test_tokens_after_a_prefix_are_trained_as_over_constants(
     assert_same(gradients(model), gradients_alone(family, [PREFIX] * len(rows), rows))
 
 
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1", "granitemoehybrid"])
+def test_tokens_after_states_are_trained_as_after_constants(family: str) -> None:
+    model, rows = fresh(family), suffixes(4, 4)
+    inputs = suffix_only(rows)
+    logits = model(**inputs, **cached(prefilled(model))).logits
+    loss(logits, inputs["input_ids"], inputs["attention_mask"]).backward()
+    assert_same(gradients(model), gradients_alone(family, [PREFIX] * 2, rows))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_rows_of_several_prefixes_are_trained_each_as_over_its_own(family: str) -> None:
     model = fresh(family)
