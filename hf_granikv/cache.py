@@ -20,6 +20,7 @@ from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.prefix_inputs import (
     check_chunk_size,
     check_extends,
+    check_in_vocabulary,
     check_is_deterministic,
     check_salt,
     one_row_of_ids,
@@ -90,7 +91,7 @@ class AsymmetricPagedCache(LoadingCache):
                 take; None computes the prefix in one piece.
 
         Raises:
-            ValueError: If the ids are not one row of at least one token, the model does not go with
+            ValueError: If the ids are not one row of at least one token that the model knows, it does not go with
                 the config of the cache, the cache does not hold the parent, it holds rows that
                 started without any prefix, or `chunk_size` is no positive number.
             StalePrefixError: If the cache holds prefixes that another model has computed.
@@ -101,6 +102,7 @@ class AsymmetricPagedCache(LoadingCache):
         salt = check_salt(salt, parent)
         state.check_takes_prefix()
         inner = self.attach(model)
+        check_in_vocabulary(ids, inner)
         check_is_deterministic(inner)
         start = 0 if parent is None else parent.stop
         self._served.check_length(start + ids.shape[1], start + ids.shape[1])

@@ -28,6 +28,11 @@ _WORDS_OF_MEDIA = (
     *("pixel", "audio", "feature", "input_values", "grid", "frames", "aspect_ratio", "patches"),
     *("spatial_shapes", "token_type_ids"),
 )
+_WHOLE_PROMPTS = (
+    "Pass whole prompts that start with the prefix; or, with the suffix alone, an attention_mask over "
+    "prefix and suffix, which generate keeps whole only without drafts (prompt_lookup_num_tokens, "
+    "assistant_model)."
+)
 
 
 def unread_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> list[str]:
@@ -88,7 +93,8 @@ def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> No
         raise ValueError(
             f"position_ids has {at} at new column {column} of row {row}, which is token "
             f"{counted[row, column]} of the row; a prefix is stored with positions counted from 0. "
-            "Leave position_ids out."
+            "Leave position_ids out; if you gave none, generate counts those of drafted tokens on "
+            "from the last column: pad prompts on the left."
         )
 
 
@@ -172,12 +178,10 @@ def check_contains_prefix(
                 at = int(wrong[0])
                 raise ValueError(
                     f"row {row} has token {repeated[at]} at position {start + at}, the prefix has "
-                    f"{expected[at]} there. Pass whole prompts that start with the prefix; or, "
-                    "with the suffix alone, an attention_mask over prefix and suffix."
+                    f"{expected[at]} there. {_WHOLE_PROMPTS}"
                 )
         if length < prefix_len:
             raise ValueError(
-                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
-                "whole prompts that start with the prefix; or, with the suffix alone, an "
-                "attention_mask over prefix and suffix."
+                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. "
+                f"{_WHOLE_PROMPTS}"
             )

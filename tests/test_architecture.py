@@ -37,7 +37,8 @@ ARROWS: dict[str, set[str]] = {
     "prompt_checks": {"pools", "row_prefixes"},
     "inputs": {"pools", "prompt_checks", "row_prefixes"},
     "hybrids": set(),
-    "layer_kinds": {"hybrids", "pools", "row_prefixes"},
+    "config_layers": {"hybrids"},
+    "layer_kinds": {"config_layers", "pools", "row_prefixes"},
     "visibility": {"inputs"},
     "batch_rows": {"inputs", "pools", "row_prefixes"},
     "state": {

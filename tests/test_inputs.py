@@ -272,6 +272,37 @@ def test_a_generate_call_that_means_nothing_right_is_refused(
     assert_refused(cache, model, call, ValueError, message)
 
 
+DRAFTED: dict[str, tuple[Inputs, str]] = {
+    "behind_trailing_pads": (
+        {
+            "input_ids": torch.tensor([[*PREFIX, *RAGGED[0], *[PAD_ID] * 3]]),
+            "attention_mask": torch.tensor([[1] * (P + 3) + [0] * 3]),
+        },
+        "if you gave none, generate counts those of drafted tokens .* pad prompts on the left",
+    ),
+    "from_a_padded_suffix": (
+        {
+            "input_ids": torch.tensor([[PAD_ID] * 3 + RAGGED[1]]),
+            "attention_mask": torch.tensor([[1] * P + [0] * 3 + [1] * 7]),
+        },
+        "which generate keeps whole only without drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_in_a_layout_that_generate_loses_are_refused_for_that(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, name: str
+) -> None:
+    """The caller was told to leave out what was not given, or to give what was."""
+    inputs, message = DRAFTED[name]
+
+    def call() -> Any:
+        return new_tokens(model, inputs, prompt_lookup_num_tokens=2, **cached(cache))
+
+    assert_refused(cache, model, call, ValueError, message)
+
+
 def test_a_mask_narrower_than_its_ids_is_refused(
     model: PreTrainedModel, cache: AsymmetricPagedCache
 ) -> None:
