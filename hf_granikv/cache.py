@@ -45,7 +45,7 @@ class AsymmetricPagedCache(LoadingCache):
 
     With a prefix (`prefill`), each `generate` call starts every row from it and first releases the
     rows of the call before, unless its mask takes them for granted. Without one it is a drop-in for
-    `DynamicCache`. Keys and values are detached: nothing flows back through the cache.
+    `DynamicCache`. What is stored is constant: a backward reaches the tokens of its own forward alone.
 
     Source: our reading of GraniKV's HOT/COLD storage (its abstract is public, no more).
 
