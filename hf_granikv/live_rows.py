@@ -111,7 +111,7 @@ class LiveRows:
         if prefix is not None and prefix not in self._prefixes.rows.prefixes.levels:
             raise ValueError(f"{prefix} is not held; prefill it in the cache of these rows first.")
         if parked is not None and parked.prefix is not prefix:
-            raise ValueError(f"a row parked over {parked.prefix} got {prefix}; give it its own.")
+            raise ValueError(f"the parked row reads {parked.prefix}, {prefix} was given.")
         alone = self._open(self._prefixes.reading_alone(prefix))
         if parked is not None and (parked.num_tokens or parked.sees_less):
             self._check_room(parked.num_tokens)
