@@ -20,10 +20,10 @@ class UnannouncedForwardError(RuntimeError):
     def __init__(self, stored: tuple[int, int], announced: tuple[int, int] | None) -> None:
         if announced is None:
             text = (
-                "a forward pass reached the cache without its inputs, so which columns are pads or "
-                "repeat the prefix cannot be told. Call the model itself, not its forward method or "
-                "a part of it; and use the model that prefilled the cache, or call "
-                "cache.attach(model) for another object with the same weights."
+                "a forward pass reached the cache through a model that it does not know, or past the "
+                "model, so which columns are pads or repeat the prefix cannot be told. Use the model "
+                "that prefilled the cache, or call cache.attach(model) for another object with the "
+                "same weights; and call the model itself, not its forward method or a part of it."
             )
         else:
             text = (

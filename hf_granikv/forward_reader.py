@@ -3,6 +3,7 @@
 from types import FrameType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from hf_granikv.announce import forward_parameters
@@ -144,10 +145,13 @@ def _with_mask(kwargs: dict[str, Any], generation: dict[str, Any]) -> dict[str, 
     if kwargs.get("attention_mask") is not None or kwargs.get("position_ids") is not None:
         return kwargs
     num_rows, num_ids = shape_of(kwargs)
-    prompts = generation["inputs_tensor"]
-    mask_length = getattr(generation["generation_config"], "_mask_length", None)
-    num_hidden = 0 if mask_length is None else max(0, mask_length - prompts.shape[1])
-    return {**kwargs, "attention_mask": prompts.new_ones(num_rows, num_hidden + num_ids).long()}
+    prompts = generation.get("inputs_tensor")
+    mask_length = getattr(generation.get("generation_config"), "_mask_length", None)
+    num_hidden = 0
+    if mask_length is not None and prompts is not None:
+        num_hidden = max(0, mask_length - prompts.shape[1])
+    mask = torch.ones(num_rows, num_hidden + num_ids, dtype=torch.int64)
+    return {**kwargs, "attention_mask": mask}
 
 
 def _embeds(

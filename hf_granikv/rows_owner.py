@@ -24,8 +24,8 @@ class RowsOwner:
         self._is_nested = False
 
     def mark(self) -> None:
-        """Notes that `generate`, in this thread, is about to run."""
-        self._marked_in = get_ident()
+        """Notes that `generate`, in this thread, is about to run, and so to start rows."""
+        self._marked_in, self._has_rows = get_ident(), False
 
     @property
     def is_marked_here(self) -> bool:

@@ -166,3 +166,16 @@ def test_a_thread_that_ended_in_a_forward_locks_nobody_out(model: PreTrainedMode
     cache = prefilled(model)
     cache._reader.owner._running_in = -1
     assert new_tokens(model, left_padded(whole(EVEN)), **cached(cache)) == alone(model, whole(EVEN))
+
+
+def test_a_call_after_rows_were_dropped_is_a_new_one(model: PreTrainedModel) -> None:
+    """Also without a prefix, where no first forward of a call is told from others."""
+    cache, rows = prefilled(model), whole(EVEN)
+    want = alone(model, rows)
+    for drop in (cache.reset, cache.invalidate, cache.reset):
+        assert new_tokens(model, left_padded(rows), **cached(cache)) == want
+        drop()
+    assert not cache.rows.prefixes
+    options = between(cache.reset)
+    with pytest.raises(RowsTakenError, match="dropped while it was running"):
+        new_tokens(model, left_padded(rows), **options, **cached(cache))
