@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def tiny_model(vocab_size: int = 256) -> LlamaForCausalLM:
+    print("No --model was given: a tiny random one runs, and its text means nothing.")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,

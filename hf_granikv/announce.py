@@ -23,6 +23,11 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: If there is none, or it keeps a cache of its own kind.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"a {type(model).__name__} was given as the model; pass the object on which generate is "
+            "called, and what is to be computed after it."
+        )
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise ValueError(

@@ -8,12 +8,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_granikv.errors import NotPackableError
+from hf_granikv.gradients import SeenPart, needs_gradients, parts_seen, with_gradients
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.lazy import LazyKeyValue, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
 from hf_granikv.step_attention import finished, step_attention
 from hf_granikv.step_work import ScoreRule
+from hf_granikv.views import LayerStep
 
 ATTENTION_NAME = "granikv"
 
@@ -71,13 +73,11 @@ def granikv_attention(
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
         reasons = _dense_reasons(query, key, value, attention_mask, dropout, kwargs)
         if not reasons:
-            return step_attention(query, step_of(key, value), rule), None
-        key = key.materialize(f"granikv ({', '.join(reasons)})")
-        value = value.materialize(f"granikv ({', '.join(reasons)})")
-    if attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs):
-        # a model that cuts queries after the mask was made; SDPA would align them at the upper left
-        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-        attention_mask = attention_mask.tril(key.shape[2] - query.shape[2])[None, None]
+            return _by_parts(query, step_of(key, value), rule), None
+        asked_by = f"granikv ({', '.join(reasons)})"
+        key, value = key.materialize(asked_by), value.materialize(asked_by)
+    if attention_mask is None and _is_causal(module, kwargs):
+        attention_mask = _mask_of_cut_queries(query.shape[2], key)
     if softcap is None and s_aux is None:
         out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -90,6 +90,17 @@ def granikv_attention(
             "attn_implementation='eager'."
         )
     return _in_one_piece(query, key, value, attention_mask, rule), None
+
+
+def _mask_of_cut_queries(q_len: int, key: Tensor) -> Tensor | None:
+    """The causal mask of the last queries, where a model cuts them after its mask was made.
+
+    SDPA would align them at the upper left.
+    """
+    kv_len = key.shape[2]
+    if not 1 < q_len < kv_len:
+        return None
+    return key.new_ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)[None, None]
 
 
 def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -131,9 +142,27 @@ def _dense_reasons(
         reasons.append("keys and values are of another layout or of different layers")
     if not query.dtype == key.kept_dtype == value.kept_dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
+    if query.dtype == torch.float64:
+        reasons.append("parts are merged in float32, and the query is torch.float64")
     if step.plan.dense_reason is not None:
         reasons.append(step.plan.dense_reason)
     return reasons
+
+
+def _by_parts(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
+    if not torch.is_grad_enabled():
+        return step_attention(query, step, rule)
+    stored = (t for part in step.parts for t in (part.keys, part.values))
+    if not needs_gradients(query, *step.private.tensors, rule.sinks, *stored):
+        return step_attention(query, step, rule)
+    return with_gradients(
+        lambda: step_attention(query, step, rule),
+        query,
+        parts_seen(step, query.shape[2]),
+        scale=rule.scale,
+        softcap=rule.softcap,
+        sinks=rule.sinks,
+    )
 
 
 def _in_one_piece(
@@ -144,5 +173,12 @@ def _in_one_piece(
         mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
     elif mask is not None and mask.dtype != torch.bool:
         mask = mask >= 0
-    state = suffix_attention(query, key, value, scale=rule.scale, mask=mask, softcap=rule.softcap)
-    return finished([state], query, rule)
+    scores: dict[str, Any] = {"scale": rule.scale, "softcap": rule.softcap}
+
+    def run() -> Tensor:
+        return finished([suffix_attention(query, key, value, mask=mask, **scores)], query, rule)
+
+    if not needs_gradients(query, key, value, rule.sinks):
+        return run()
+    part = SeenPart(key, value, mask)
+    return with_gradients(run, query, [part], sinks=rule.sinks, **scores)

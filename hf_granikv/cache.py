@@ -20,6 +20,7 @@ from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.prefix_inputs import (
     check_chunk_size,
     check_extends,
+    check_in_vocabulary,
     check_is_deterministic,
     check_salt,
     one_row_of_ids,
@@ -44,7 +45,7 @@ class AsymmetricPagedCache(LoadingCache):
 
     With a prefix (`prefill`), each `generate` call starts every row from it and first releases the
     rows of the call before, unless its mask takes them for granted. Without one it is a drop-in for
-    `DynamicCache`. Keys and values are detached: nothing flows back through the cache.
+    `DynamicCache`. What is stored is constant: a backward reaches the tokens of its own forward alone.
 
     Source: our reading of GraniKV's HOT/COLD storage (its abstract is public, no more).
 
@@ -90,7 +91,7 @@ class AsymmetricPagedCache(LoadingCache):
                 take; None computes the prefix in one piece.
 
         Raises:
-            ValueError: If the ids are not one row of at least one token, the model does not go with
+            ValueError: If the ids are not one row of at least one token that the model knows, it does not go with
                 the config of the cache, the cache does not hold the parent, it holds rows that
                 started without any prefix, or `chunk_size` is no positive number.
             StalePrefixError: If the cache holds prefixes that another model has computed.
@@ -101,6 +102,7 @@ class AsymmetricPagedCache(LoadingCache):
         salt = check_salt(salt, parent)
         state.check_takes_prefix()
         inner = self.attach(model)
+        check_in_vocabulary(ids, inner)
         check_is_deterministic(inner)
         start = 0 if parent is None else parent.stop
         self._served.check_length(start + ids.shape[1], start + ids.shape[1])
@@ -225,7 +227,8 @@ class AsymmetricPagedCache(LoadingCache):
 
     def settle(self, *, is_complete: bool = False) -> None:
         """Undoes what is left of a forward pass that broke off; called by the hook on the model."""
-        self._state.settle(is_complete=is_complete)
+        if self._reader.owner.leave():
+            self._state.settle(is_complete=is_complete)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -236,6 +239,7 @@ class AsymmetricPagedCache(LoadingCache):
         # generate marks every cache it is handed, right before it runs: from here to its first
         # forward the cache looks empty, so that prompts arrive whole and can be checked
         self._state.is_generation_pending = bool(self._state.prefixes)
+        self._reader.owner.mark()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns held: of the prefix and since."""

@@ -31,6 +31,23 @@ def variables_of_generate() -> dict[str, Any]:
     return {} if frame is None else dict(frame.f_locals)
 
 
+def generations_with(cache: Any) -> list[Any]:
+    """The `generate` calls under way in this thread that were given a cache, innermost first.
+
+    Returns:
+        Of each the `generation_config`, which is an object of that call alone.
+    """
+    frame: Any = sys._getframe(1)
+    found = []
+    while frame is not None:
+        if frame.f_code is _GENERATE:
+            held = frame.f_locals
+            if (held.get("model_kwargs") or {}).get(CACHE_ARGUMENT) is cache:
+                found.append(held.get("generation_config"))
+        frame = frame.f_back
+    return found
+
+
 def kept_back_arguments() -> dict[str, Any]:
     """What the `generate` under way hands to its own loops, but not to a `custom_generate`.
 

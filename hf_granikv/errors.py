@@ -10,14 +10,49 @@ class IntegrityError(RuntimeError):
 
 
 class UnannouncedForwardError(RuntimeError):
-    """A forward pass reached the cache without its inputs having been announced first."""
+    """A forward pass reached the cache whose inputs are not known, or are not what it stores.
+
+    Args:
+        stored: Rows and columns that its first layer brings.
+        announced: Rows and columns that its inputs had; None if nobody announced it.
+    """
+
+    def __init__(self, stored: tuple[int, int], announced: tuple[int, int] | None) -> None:
+        if announced is None:
+            text = (
+                "a forward pass reached the cache through a model that it does not know, or past the "
+                "model, so which columns are pads or repeat the prefix cannot be told. Use the model "
+                "that prefilled the cache, or call cache.attach(model) for another object with the "
+                "same weights; and call the model itself, not its forward method or a part of it."
+            )
+        else:
+            text = (
+                f"the first layer stores {stored[0]} rows x {stored[1]} columns of a forward pass "
+                f"whose inputs have {announced[0]} x {announced[1]}: the model changes them on the "
+                "way, so which columns are pads or repeat the prefix cannot be told. Use "
+                "DynamicCache for this model."
+            )
+        super().__init__(text)
+
+
+class CutGraphError(RuntimeError):
+    """A backward needs gradients of tokens that an earlier forward has stored."""
 
     def __init__(self) -> None:
         super().__init__(
-            "a forward pass reached the cache through a model that it does not know, so which "
-            "columns are pads or repeat the prefix cannot be told. Use the model that prefilled "
-            "the cache, call cache.attach(model) for another object with the same weights, and "
-            "call the model itself, not its forward method."
+            "this backward needs gradients of tokens that an earlier forward of the same rows has "
+            "stored, and a cache keeps no graph. Run all tokens to train on in one forward, those "
+            "before them under torch.no_grad(); or call cache.reset() before the next forward."
+        )
+
+
+class RowsTakenError(RuntimeError):
+    """A call would go on from rows of a cache that are gone, or another call's."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}; a cache holds the rows of one call at a time. Give each call a cache.fork(), "
+            "which shares the prefix, and release rows when the call has returned."
         )
 
 

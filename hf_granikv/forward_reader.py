@@ -1,18 +1,22 @@
 """Reading the arguments of coming forward passes, for one cache."""
 
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from hf_granikv.announce import forward_parameters
+from hf_granikv.compat import variables_of_generate
 from hf_granikv.cut_prompts import CutPrompt
-from hf_granikv.inputs import read_forward, read_generation, shape_of
+from hf_granikv.inputs import Layout, read_forward, read_generation, shape_of
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_inputs import embedded
+from hf_granikv.prompt_checks import check_arguments
 from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.rows_owner import RowsOwner
 from hf_granikv.state import CacheState
 
 
@@ -23,6 +27,9 @@ class ForwardReader:
         state: Of the cache.
         served: What the cache was built for.
         models: Whose forwards are read.
+
+    Attributes:
+        owner: Whose rows the cache holds.
     """
 
     def __init__(self, state: CacheState, served: ServedModel, models: KnownModels) -> None:
@@ -30,6 +37,7 @@ class ForwardReader:
         self._served = served
         self._models = models
         self._cut_prompt: CutPrompt | None = None
+        self.owner = RowsOwner()
 
     def read(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass, and stages it.
@@ -44,50 +52,68 @@ class ForwardReader:
         Raises:
             ValueError: If they mean nothing right; the cache is as it was.
             StalePrefixError: If the model has changed since it computed the prefix; likewise.
+            RowsTakenError: If it is of a `generate` call whose rows are gone; likewise.
         """
-        state, served = self._state, self._served
-        if not state.reads_inputs or module not in self._models:
+        state = self._state
+        if module not in self._models:
+            return None
+        self.owner.enter()
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if not state.reads_inputs:
+            self.owner.check(cache, state.num_rows, is_first=False)
             return None
         state.settle()
+        # a call that generate gave up before its first forward leaves its mark
+        is_marked = state.is_generation_pending and self.owner.is_marked_here
+        generation = variables_of_generate() if is_marked else {}
+        if is_marked:
+            state.is_generation_pending = False
+        self.owner.check(cache, state.num_rows, is_first=bool(generation))
+        layout, kwargs, cut = self._laid_out(module, kwargs, generation)
+        if not state.needs_mask and layout.owned.all():
+            kwargs["attention_mask"] = None
+        if generation or layout.starts_batch:
+            self._models.check(module)
         takes_positions = "position_ids" in forward_parameters(module)
-        # a call that generate gave up before its first forward leaves its mark; generate always
-        # counts positions
-        is_generation = state.is_generation_pending and (
-            not takes_positions or kwargs.get("position_ids") is not None
-        )
-        state.is_generation_pending = False
+        self._check_served(layout, kwargs, takes_positions=takes_positions)
+        if not takes_positions:
+            kwargs.pop("position_ids", None)
+        state.stage(layout)
+        self._cut_prompt = cut
+        return kwargs
+
+    def _laid_out(
+        self, module: nn.Module, kwargs: dict[str, Any], generation: dict[str, Any]
+    ) -> tuple[Layout, dict[str, Any], CutPrompt | None]:
+        """Gives the layout, the arguments rewritten, and what is still to come of a cut prompt."""
+        state, config = self._state, cast("Any", module.config)
         if kwargs.get("use_cache") is False:
             raise ValueError(
                 "use_cache=False was given, or stands in the model's generation_config, together with "
                 "a cache that holds a prefix; pass use_cache=True, or leave the cache out."
             )
+        check_arguments(kwargs, takes_media=bool(config.sub_configs))
         num_rows, _ = shape_of(kwargs)
         held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None
-        if cut is not None and not cut.is_continued_by(kwargs, held, is_generation):
-            cut = None
-        if cut is not None:
-            layout, kwargs = cut.send(kwargs, held)
-        elif is_generation:
-            starts = state.prefixes.starting_rows(num_rows)
-            embeds_of = _embeds(module, starts, kwargs.get("inputs_embeds"))
-            layout, kwargs = read_generation(kwargs, starts, held, embeds_of)
-        else:
-            layout, kwargs = read_forward(kwargs, held)
-        if not state.needs_mask and layout.owned.all():
-            kwargs["attention_mask"] = None
-        if is_generation or layout.starts_batch:
-            self._models.check(module)
-        positions = kwargs.get("position_ids")
+        if cut is not None and cut.is_continued_by(kwargs, held, bool(generation)):
+            return *cut.send(kwargs, held), cut
+        if not generation:
+            return *read_forward(kwargs, held), None
+        starts = state.prefixes.starting_rows(num_rows)
+        embeds_of = _embeds(module, starts, kwargs.get("inputs_embeds"))
+        kwargs = _with_mask(kwargs, generation)
+        return *read_generation(kwargs, starts, held, embeds_of), None
+
+    def _check_served(
+        self, layout: Layout, kwargs: dict[str, Any], *, takes_positions: bool
+    ) -> None:
+        """Checks that the model can be right about a forward that is laid out so."""
+        served, positions = self._served, kwargs.get("position_ids")
         if positions is not None and served.has_length_limit:
             served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1)
-        if not takes_positions:
-            kwargs.pop("position_ids", None)
         if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
             served.check_padding(mask.shape[-1], takes_positions=takes_positions)
         served.check_reach(layout.reads)
-        state.stage(layout)
-        self._cut_prompt = cut
-        return kwargs
 
     def first_column(self, caller: FrameType) -> int:
         """Answers `generate` that asks how much the cache holds: 0, so that prompts arrive whole.
@@ -109,6 +135,23 @@ class ForwardReader:
         state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
         self._cut_prompt = cut
         return cut.first_column
+
+
+def _with_mask(kwargs: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    """Gives back the mask that `generate` has dropped, where nothing else tells its length.
+
+    That is where a model's own preparation of inputs hands on no positions.
+    """
+    if kwargs.get("attention_mask") is not None or kwargs.get("position_ids") is not None:
+        return kwargs
+    num_rows, num_ids = shape_of(kwargs)
+    prompts = generation.get("inputs_tensor")
+    mask_length = getattr(generation.get("generation_config"), "_mask_length", None)
+    num_hidden = 0
+    if mask_length is not None and prompts is not None:
+        num_hidden = max(0, mask_length - prompts.shape[1])
+    mask = torch.ones(num_rows, num_hidden + num_ids, dtype=torch.int64)
+    return {**kwargs, "attention_mask": mask}
 
 
 def _embeds(

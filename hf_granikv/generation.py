@@ -25,6 +25,7 @@ from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
 from hf_granikv.config import check_min_shared_tokens
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
 from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.prompt_checks import unread_arguments
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
 from hf_granikv.worth import step_shape, why_slow
 
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
-
-# any other argument of the forward may change what a token of the prefix means
-_KNOWN_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", CACHE_ARGUMENT}
 
 
 class _NotSharedError(Exception):
@@ -87,15 +85,8 @@ def generate(
     """
     check_min_shared_tokens(min_shared_tokens)
     loop, loop_kwargs = _stock_loop(model, generation_config)
-    try:
-        rows = _whole_prompts(input_ids, generation_config, model_kwargs)
-        num_steps = generation_config.max_length - input_ids.shape[1]
-        levels = _levels(model, rows, num_steps, min_shared_tokens)
-        cache = _prefilled(model, rows, levels, generation_config.max_length)
-    except _NotSharedError as reason:
-        logger.info("%d rows, nothing shared: %s", len(input_ids), reason)
-    else:
-        logger.info("%d rows share %s.", len(rows), _described(levels, len(rows)))
+    cache = _cache_of(model, input_ids, generation_config, model_kwargs, min_shared_tokens)
+    if cache is not None:
         model_kwargs[CACHE_ARGUMENT] = cache
     return loop(
         model,
@@ -106,6 +97,26 @@ def generate(
         **loop_kwargs,
         **model_kwargs,
     )
+
+
+def _cache_of(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    min_shared_tokens: int | None,
+) -> AsymmetricPagedCache | None:
+    """Gives a cache that holds what rows share; None if the batch is left to the stock path."""
+    try:
+        rows = _whole_prompts(model, input_ids, config, model_kwargs)
+        num_steps = config.max_length - input_ids.shape[1]
+        levels = _levels(model, rows, num_steps, min_shared_tokens)
+        cache = _prefilled(model, rows, levels, config.max_length)
+    except _NotSharedError as reason:
+        logger.info("%d rows, nothing shared: %s", len(input_ids), reason)
+        return None
+    logger.info("%d rows share %s.", len(rows), _described(levels, len(rows)))
+    return cache
 
 
 def _stock_loop(model: Any, config: GenerationConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -130,12 +141,21 @@ def _stock_loop(model: Any, config: GenerationConfig) -> tuple[Callable[..., Any
     return loop, kwargs
 
 
+def _is_prompt_learned(model: PreTrainedModel) -> bool:
+    """Whether PEFT prepares the inputs, and with more than the ids: prompt and prefix tuning."""
+    preparer = getattr(model.prepare_inputs_for_generation, "__self__", None)
+    adapter = getattr(preparer, "active_peft_config", None)
+    return bool(getattr(adapter, "is_prompt_learning", False))
+
+
 def _whole_prompts(
-    input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any]
 ) -> list[Ints]:
     """Gives the token ids of each row without pads, if the rows are prompts and nothing else."""
     if len(input_ids) < 2:
         raise _NotSharedError("a single row has nobody to share with.")
+    if _is_prompt_learned(model):
+        raise _NotSharedError("an adapter puts embeddings or keys of its own before the prompts.")
     cache = kwargs.get(CACHE_ARGUMENT)
     if cache is None:
         raise _NotSharedError("this call has no cache (use_cache=False, or one of its own kind).")
@@ -146,11 +166,11 @@ def _whole_prompts(
         )
     if config.output_hidden_states or config.output_attentions:
         raise _NotSharedError("hidden states or attentions of every prompt token were asked for.")
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _KNOWN_KWARGS)
-    if unknown:
-        raise _NotSharedError(
-            f"{', '.join(unknown)} may say more about the prompts than their ids."
-        )
+    unread = unread_arguments(kwargs, takes_media=False)
+    if kwargs.get("inputs_embeds") is not None:
+        unread.append("inputs_embeds")
+    if unread:
+        raise _NotSharedError(f"{', '.join(unread)} may say more about the prompts than their ids.")
     if config.prefill_chunk_size is not None:
         raise _NotSharedError("prefill_chunk_size cuts prompts; leave it unset.")
     ids = input_ids.cpu().numpy()

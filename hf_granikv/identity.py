@@ -20,6 +20,8 @@ _SWITCHES = {
     *("disable_adapters", "_disable_adapters", "merged", "merged_adapters"),
     *("scaling", "attention_scaling"),
 }
+# what PEFT binds to hooks for the time of one call, to say what each row of its batch runs through
+_OF_ROWS = {"adapter_names", "alora_offsets"}
 _SWITCH_TYPES = (bool, int, float, str, list, tuple, dict)
 # tensors of up to so many elements are compared whole, larger ones by one run in their middle:
 # time goes by the number of tensors, and a run costs a few cache lines
@@ -115,6 +117,26 @@ class ModelIdentity:
                 if not torch.equal(run_now, run_then):
                     return self._names[tensor_idx]
         raise AssertionError("difference was asked of a model that has not changed")
+
+
+def argument_of_rows(model: nn.Module) -> str | None:
+    """What lets rows of a batch run through weights of their own in the call under way.
+
+    PEFT takes such arguments (`adapter_names`, say) from a call of the model that it wraps, and
+    binds them to hooks of its layers; the model itself never sees them.
+
+    Returns:
+        The name; None if all rows run through the same.
+    """
+    for module in _modules(model):
+        for hook in module._forward_pre_hooks.values():
+            bound = _OF_ROWS & getattr(hook, "keywords", {}).keys()
+            code = getattr(hook, "__code__", None)
+            if not bound and str(getattr(hook, "__module__", "")).startswith("peft."):
+                bound = set(getattr(code, "co_freevars", ())) or {"a hook of PEFT"}
+            if bound:
+                return min(bound)
+    return None
 
 
 def content_difference(model: nn.Module, other: nn.Module) -> str | None:

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from hf_granikv.errors import StalePrefixError
-from hf_granikv.identity import ModelIdentity, content_difference
+from hf_granikv.identity import ModelIdentity, argument_of_rows, content_difference
 from hf_granikv.model_digest import ModelDigest
 
 _REMEDY = "call cache.invalidate() and prefill again."
@@ -25,7 +25,12 @@ class KnownModels:
         return iter(list(self._identities))
 
     def start(self, model: nn.Module) -> None:
-        """Forgets all models but the one that is about to compute a prefix, as it is now."""
+        """Forgets all models but the one that is about to compute a prefix, as it is now.
+
+        Raises:
+            ValueError: If rows of the call under way run through weights of their own.
+        """
+        _check_rows_are_alike(model)
         self._identities = WeakKeyDictionary({model: ModelIdentity(model)})
 
     def admit(self, model: nn.Module) -> None:
@@ -52,7 +57,9 @@ class KnownModels:
 
         Raises:
             StalePrefixError: If it has changed, naming what.
+            ValueError: If rows of the call under way run through weights of their own.
         """
+        _check_rows_are_alike(model)
         identity = self._identities[model]
         if not identity.is_of(model):
             raise StalePrefixError(
@@ -116,3 +123,12 @@ class KnownModels:
                 f"the prefix was computed with another {type(known).__name__} than the one given: "
                 f"{difference}. Use the model of the prefix, or {_REMEDY}"
             )
+
+
+def _check_rows_are_alike(model: nn.Module) -> None:
+    if name := argument_of_rows(model):
+        raise ValueError(
+            f"{name} lets rows of this call run through other weights than the prefix, which one "
+            "adapter has computed for all of them. Run the rows of each adapter by themselves, with "
+            "set_adapter and a cache for each; or leave this cache out."
+        )

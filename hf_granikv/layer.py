@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_granikv.gradients import needs_gradients, with_graph
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
 from hf_granikv.views import LayerStep, PrivateTokens, Window
@@ -62,10 +63,17 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         step = state.begin_step(key_states) if is_first else state.current_step()
         self._step_id = state.step_id
         state.write(layer_idx, key_states, value_states)
+        has_graph = needs_gradients(key_states, value_states)
+        is_cut = has_graph and state.note_graph()
+        if not by_parts and state.num_columns == step.plan.q_len:
+            return key_states, value_states
+        private = self._private()
+        if has_graph:
+            new = key_states, value_states
+            with_new = with_graph(private.tensors, new, step.plan, is_cut=is_cut)
+            private = PrivateTokens.of_tensors(*with_new)
         if not by_parts:
-            if state.num_columns == step.plan.q_len:
-                return key_states, value_states
-            keys, values = state.cold.read(layer_idx)
+            keys, values = private.tensors
             if state.returns_contiguous:
                 keys, values = keys.contiguous(), values.contiguous()
             return keys, values
@@ -73,7 +81,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             layer_idx,
             step.plan,
             state.reads.parts(layer_idx),
-            self._private(),
+            private,
             self._window,
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)

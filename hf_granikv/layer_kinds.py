@@ -2,20 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers import PreTrainedConfig
 
-from hf_granikv.compat import DummyLayer
-from hf_granikv.hybrids import EXACT_HYBRIDS, stateful_kind
+from hf_granikv.config_layers import check_generates, in_words, layers_of, length_dependent_rope
 from hf_granikv.pools import Prefix
 from hf_granikv.row_prefixes import RowPrefixes
-from hf_granikv.views import LayerKind, Window
+from hf_granikv.views import LayerKind
 
 # their generate drops the cache where the long RoPE sets in
 _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
@@ -57,15 +50,17 @@ class ServedModel:
         """Reads a config.
 
         Raises:
-            ValueError: If the model has layers that cannot be served, naming their kind.
+            ValueError: If it is no config of a model that generates text with a cache, or the model
+                has layers that cannot be served, naming their kind.
         """
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(f"config is a {type(config).__name__}; pass model.config.")
         if config.is_encoder_decoder:
             raise ValueError("encoder-decoder models are not served; use EncoderDecoderCache.")
-        config = config.get_text_config(decoder=True)
+        whole, config = config, config.get_text_config(decoder=True)
         model_type = config.model_type
-        layers = tuple(
-            _kind(config, layer_idx, layer) for layer_idx, layer in enumerate(_stock_layers(config))
-        )
+        layers = layers_of(config)
+        check_generates(whole)
         has_states = any(layer.num_states for layer in layers)
         if has_states and not any(layer.stores and layer.window is None for layer in layers):
             raise ValueError(
@@ -77,7 +72,7 @@ class ServedModel:
                 f"{model_type} has local layers beside layers that keep states; use DynamicCache "
                 "for this model."
             )
-        rope_type, rope_limit = _length_dependent_rope(config)
+        rope_type, rope_limit = length_dependent_rope(config)
         if rope_type is not None and model_type in _CACHE_DROPPING_MODELS:
             raise ValueError(
                 f"{model_type} drops its cache where its RoPE ({rope_type}) changes, past "
@@ -120,8 +115,8 @@ class ServedModel:
         for layer_idx, (its, ours) in enumerate(zip(other.layers, self.layers, strict=True)):
             if its != ours:
                 raise ValueError(
-                    f"layer {layer_idx} of {name} is {its}, the cache was built for {ours}; build "
-                    "the cache from model.config."
+                    f"layer {layer_idx} of {name} is {in_words(its)}, the cache was built for "
+                    f"{in_words(ours)}; build the cache from model.config."
                 )
 
     @property
@@ -250,69 +245,3 @@ class ServedModel:
     def _first_stateful(self) -> str:
         layer_idx, layer = next((i, kind) for i, kind in enumerate(self.layers) if kind.num_states)
         return f"layer {layer_idx} of {self.model_type} ({layer.name})"
-
-
-def _kind(config: PreTrainedConfig, layer_idx: int, layer: Any) -> LayerKind:
-    if type(layer) is DynamicLayer:
-        return LayerKind()
-    if DummyLayer is not None and type(layer) is DummyLayer:
-        return LayerKind(stores=False)
-    name = _name(config, layer_idx, layer)
-    if type(layer) is DynamicSlidingWindowLayer and name in (
-        "sliding_attention",
-        "chunked_attention",
-    ):
-        return LayerKind(window=Window(layer.sliding_window, name == "chunked_attention"))
-    kind = stateful_kind(config.model_type, name, layer)
-    if kind is None:
-        raise _not_served(config, layer_idx, name)
-    return kind
-
-
-def _stock_layers(config: PreTrainedConfig) -> list[Any]:
-    try:
-        return DynamicCache(config=config).layers
-    except KeyError as error:
-        # kinds that a model's own module registers are not known before that is imported
-        (name,) = error.args
-        kinds = list(getattr(config, "layer_types", None) or [])
-        if name not in kinds:
-            raise
-        raise _not_served(config, kinds.index(name), name) from None
-
-
-def _not_served(config: PreTrainedConfig, layer_idx: int, name: str) -> ValueError:
-    return ValueError(
-        f"layer {layer_idx} of {config.model_type} is of kind {name}; this cache serves "
-        "full_attention, sliding_attention and chunked_attention layers, and layers with states in "
-        f"{', '.join(EXACT_HYBRIDS)}. Use DynamicCache for this model."
-    )
-
-
-def _name(config: PreTrainedConfig, layer_idx: int, layer: object) -> str:
-    named = getattr(config, "layer_types", None)
-    if named:
-        return str(named[layer_idx])
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        has_window = getattr(config, "sliding_window", None) is not None
-        return "sliding_attention" if has_window else "chunked_attention"
-    kinds = [kind for kind, cls in DYNAMIC_LAYER_TYPE_MAPPING.items() if cls is type(layer)]
-    return " or ".join(kinds) or type(layer).__name__
-
-
-def _length_dependent_rope(config: PreTrainedConfig) -> tuple[str | None, int]:
-    given = getattr(config, "rope_parameters", None) or {}
-    # one for all layers, or one for each kind of layer
-    by_kind = [rope for rope in given.values() if isinstance(rope, dict) and "rope_type" in rope]
-    found: tuple[str | None, int] = None, 0
-    for rope in by_kind or [given]:
-        rope_type = rope.get("rope_type")
-        if rope_type not in ("dynamic", "longrope"):
-            continue
-        limit = rope.get("original_max_position_embeddings")
-        limit = limit or getattr(config, "original_max_position_embeddings", None)
-        limit = int(limit or config.max_position_embeddings)
-        # "dynamic" is the stricter of the two, and the smaller limit
-        is_stricter = found[0] is None or rope_type == "dynamic"
-        found = rope_type if is_stricter else found[0], min(limit, found[1] or limit)
-    return found

@@ -49,6 +49,10 @@ def says_no_more_than(mask: Tensor | None, window: Window | None) -> bool:
     """Whether a mask that reached an attention layer hides what a window and padding hide.
 
     That is so for `granikv_mask`'s own. It is None where the window covers every column.
+
+    Args:
+        mask: `[rows, 1, q_len, kv_len]`, or None.
+        window: Of the layer.
     """
     return mask is None or getattr(mask, "_granikv_window", _UNMARKED) == window
 

@@ -21,7 +21,13 @@ def one_row_of_ids(input_ids: Tensor) -> Tensor:
     Raises:
         ValueError: If they are not one row of at least one token.
     """
-    ids = torch.as_tensor(input_ids)
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"input_ids of a prefix is a {type(input_ids).__name__}; give token ids, "
+            "[1, prefix_len], as tokenizer(text, return_tensors='pt').input_ids."
+        ) from error
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] == 0 or ids.dtype not in _ID_DTYPES:
         raise ValueError(
@@ -29,6 +35,26 @@ def one_row_of_ids(input_ids: Tensor) -> Tensor:
             "ids, [1, prefix_len], without padding."
         )
     return ids
+
+
+def check_in_vocabulary(ids: Tensor, model: PreTrainedModel) -> None:
+    """Checks that a model has an embedding for every id.
+
+    Args:
+        ids: `[1, prefix_len]`.
+        model: The transformers model.
+
+    Raises:
+        ValueError: Naming the first id that it has none for.
+    """
+    embed: Any = model.get_input_embeddings()
+    size = getattr(embed, "num_embeddings", None)
+    if size is None or not len(wrong := ids[(ids < 0) | (ids >= size)]):
+        return
+    raise ValueError(
+        f"input_ids of a prefix contains {int(wrong[0])}; {type(model).__name__} knows ids from 0 to "
+        f"{size - 1}. Use the tokenizer of this model."
+    )
 
 
 def check_extends(parent: Prefix | None, held: Collection[Prefix], num_tokens: int) -> None:

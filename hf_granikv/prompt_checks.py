@@ -14,8 +14,57 @@ from hf_granikv.row_prefixes import RowPrefixes
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
+# what is read here, and what changes no key and no value
+_UNDERSTOOD = {
+    *("attention_mask", "cache", "cache_position", "input_ids", "inputs_embeds", "past_key_values"),
+    *("position_ids", "use_cache", "labels", "logits_to_keep", "num_items_in_batch"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+}
 # arguments that bring images or videos, whatever a model calls them
 _WORDS_OF_IMAGES = ("pixel_values", "image", "video", "vision", "mm_encoder")
+# what comes to places that are marked among the ids, and how large it is
+_WORDS_OF_MEDIA = (
+    *_WORDS_OF_IMAGES,
+    *("pixel", "audio", "feature", "input_values", "grid", "frames", "aspect_ratio", "patches"),
+    *("spatial_shapes", "token_type_ids"),
+)
+_WHOLE_PROMPTS = (
+    "Pass whole prompts that start with the prefix; or, with the suffix alone, an attention_mask over "
+    "prefix and suffix, which generate keeps whole only without drafts (prompt_lookup_num_tokens, "
+    "assistant_model)."
+)
+
+
+def unread_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> list[str]:
+    """Names of what comes with a forward and is not read here, so that it may change keys and values.
+
+    Args:
+        kwargs: The arguments of the forward.
+        takes_media: Whether the model takes images or sounds, which come to places that are marked
+            among the ids: no prefix is computed with any.
+    """
+    given = {name for name, value in kwargs.items() if value is not None} - _UNDERSTOOD
+    if takes_media:
+        given = {name for name in given if not any(word in name for word in _WORDS_OF_MEDIA)}
+    return sorted(given)
+
+
+def check_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> None:
+    """Checks that nothing comes with a forward that a prefix was computed without.
+
+    Args:
+        kwargs: The arguments of the forward.
+        takes_media: As in `unread_arguments`.
+
+    Raises:
+        ValueError: Naming the arguments that may change keys and values.
+    """
+    if unread := unread_arguments(kwargs, takes_media=takes_media):
+        raise ValueError(
+            f"{', '.join(unread)} came with a forward over a prefix, which is stored as the token ids "
+            "alone give it, and may change keys and values. Leave it out, or generate without this "
+            "cache."
+        )
 
 
 def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> None:
@@ -44,7 +93,8 @@ def check_positions(kwargs: dict[str, Any], counted: Ints, is_real: Bools) -> No
         raise ValueError(
             f"position_ids has {at} at new column {column} of row {row}, which is token "
             f"{counted[row, column]} of the row; a prefix is stored with positions counted from 0. "
-            "Leave position_ids out."
+            "Leave position_ids out; if you gave none, generate counts those of drafted tokens on "
+            "from the last column: pad prompts on the left."
         )
 
 
@@ -128,12 +178,10 @@ def check_contains_prefix(
                 at = int(wrong[0])
                 raise ValueError(
                     f"row {row} has token {repeated[at]} at position {start + at}, the prefix has "
-                    f"{expected[at]} there. Pass whole prompts that start with the prefix; or, "
-                    "with the suffix alone, an attention_mask over prefix and suffix."
+                    f"{expected[at]} there. {_WHOLE_PROMPTS}"
                 )
         if length < prefix_len:
             raise ValueError(
-                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. Pass "
-                "whole prompts that start with the prefix; or, with the suffix alone, an "
-                "attention_mask over prefix and suffix."
+                f"row {row} has {length} tokens, fewer than the {prefix_len} of the prefix. "
+                f"{_WHOLE_PROMPTS}"
             )

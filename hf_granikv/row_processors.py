@@ -97,18 +97,68 @@ class RowStoppingCriteria(StoppingCriteria):
         return torch.cat(done)[self._places]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnIds:
+    """What is known of the ids of each row as if it were alone.
+
+    Attributes:
+        rows: Of each row, in order, without pads.
+        is_whole: Whether that is all of them; if not, it is what was given last, and before that
+            come ids of earlier calls, of which a cache holds keys and values only.
+    """
+
+    rows: list[Tensor]
+    is_whole: bool
+
+    def check_reach(self, reader: Any) -> None:
+        """Checks that what looks at ids finds those that it looks at.
+
+        Args:
+            reader: A logits processor or stopping criterion.
+
+        Raises:
+            ValueError: If it looks further back than ids are known.
+        """
+        shortest = min(map(len, self.rows))
+        reach = _reach(reader)
+        if not self.is_whole and (reach is None or reach > shortest):
+            looked_at = "all ids" if reach is None else f"the last {reach} ids"
+            raise ValueError(
+                f"{type(reader).__name__} looks at {looked_at} of a row, and this call goes on from "
+                f"rows of the one before with {shortest} new ones: the cache holds keys and values "
+                "of the others, not their ids. Pass all ids of each row, from the first one on, or "
+                "leave out what looks at them."
+            )
+
+
+def _reach(reader: Any) -> int | None:
+    """How many of the last ids before the first new one something looks at; None for all."""
+    kind = type(reader)
+    if kind is stock.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+        return 1
+    if kind in (stock.NoBadWordsLogitsProcessor, stock.SequenceBiasLogitsProcessor):
+        return max(map(len, reader.sequence_bias), default=1) - 1
+    if kind is StopStringCriteria:
+        return int(reader.maximum_token_len) - 1
+    return None
+
+
 def show_rows_alone(model: nn.Module, starts_of: Callable[[int], Any]) -> None:
     """Shows each row's own ids to what depends on them in the `generate` call under way.
 
     To be called before the call's first scores. Its own lists of processors and criteria are
     changed in place; they belong to that call. Left alone are: what looks at the number of columns
-    or at which row is which; processors with a state of their own; the functions and classes of
-    the caller; and calls in which no row has pads or a hidden prefix.
+    or at which row is which; processors with a state of their own, but guidance, which starts from
+    the last id of each row; the functions and classes of the caller; and calls in which no row has
+    pads or a hidden prefix.
 
     Args:
         model: The model that generates.
         starts_of: Gives the prefixes that so many rows start from, whose ids may not be among those
             given.
+
+    Raises:
+        ValueError: If something looks at ids of earlier calls, which nobody knows any more.
     """
     held = variables_of_generate()
     if held.get("self") is not model:
@@ -121,33 +171,39 @@ def show_rows_alone(model: nn.Module, starts_of: Callable[[int], Any]) -> None:
         )
         return
     input_ids: Tensor = held["input_ids"]
-    prompts = _own_prompts(input_ids, held["model_kwargs"], held["generation_config"], starts_of)
-    if prompts is None:
+    own = _own_ids(input_ids, held["model_kwargs"], held["generation_config"], starts_of)
+    if own is None:
         return
     by_length: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(own.rows):
         by_length.setdefault(len(prompt), []).append(row)
-    groups = [_rows(prompts, rows) for rows in by_length.values()]
+    groups = [_rows(own.rows, rows) for rows in by_length.values()]
     # samples and beams of a prompt are neighbours
-    each = len(prompts) // len(held["inputs_tensor"])
-    samples = [_rows(prompts, list(range(i, i + each))) for i in range(0, len(prompts), each)]
+    each = len(own.rows) // len(held["inputs_tensor"])
+    starts = range(0, len(own.rows), each)
+    samples = [_rows(own.rows, list(range(i, i + each))) for i in starts]
 
     num_columns = input_ids.shape[1]
     processors, criteria = held["prepared_logits_processor"], held["prepared_stopping_criteria"]
     given = {id(processor) for processor in held["logits_processor"] or ()}
     for i, processor in enumerate(processors):
+        if type(processor) is stock.UnbatchedClassifierFreeGuidanceLogitsProcessor:
+            processors[i] = _guided_from_own_ids(processor, own)
+            continue
         parts = _parts(processor, groups, samples, is_given=id(processor) in given)
         if parts is not None:
+            own.check_reach(processor)
             processors[i] = RowLogitsProcessor(parts, num_columns)
     for i, criterion in enumerate(criteria):
         if type(criterion) is StopStringCriteria:
+            own.check_reach(criterion)
             criteria[i] = RowStoppingCriteria([(rows, criterion) for rows in groups], num_columns)
 
 
-def _own_prompts(
+def _own_ids(
     input_ids: Tensor, model_kwargs: dict[str, Any], config: Any, starts_of: Any
-) -> list[Tensor] | None:
-    """Gives the ids of each row as if alone; None if they are `input_ids`, or not all known."""
+) -> OwnIds | None:
+    """Gives the ids of each row as if alone; None if they are `input_ids`, or none are given."""
     if model_kwargs.get("inputs_embeds") is not None:
         return None
     mask: Tensor | None = model_kwargs.get("attention_mask")
@@ -161,11 +217,25 @@ def _own_prompts(
         return None
     hidden = is_token[:, :num_hidden].sum(1).tolist()
     starts = starts_of(num_rows)
+    given = [ids[shown] for ids, shown in zip(input_ids, is_token[:, num_hidden:], strict=True)]
     known = [input_ids.new_tensor(starts.ids(row)) for row in range(num_rows)]
     if any(num > len(ids) for num, ids in zip(hidden, known, strict=True)):
-        return None
-    is_token = is_token[:, num_hidden:]
-    return [torch.cat([known[i][: hidden[i]], input_ids[i][is_token[i]]]) for i in range(num_rows)]
+        return OwnIds(given, is_whole=False)
+    return OwnIds(
+        [torch.cat([known[i][: hidden[i]], given[i]]) for i in range(num_rows)], is_whole=True
+    )
+
+
+def _guided_from_own_ids(processor: Any, own: OwnIds) -> Any:
+    """Guidance that starts from the last id of each row, and not from the last column of the batch."""
+    context = processor.unconditional_context
+    if not context["first_pass"] or context["input_ids"] is not None:
+        return processor
+    own.check_reach(processor)
+    guided: Any = copy(processor)
+    last = torch.stack([ids[-1:] for ids in own.rows])
+    guided.unconditional_context = {**context, "input_ids": last}
+    return guided
 
 
 def _rows(prompts: list[Tensor], index: list[int]) -> Rows:

@@ -51,15 +51,17 @@ class RowsCache(InProcessCache):
         self._served.check_can_take_back("assisted decoding")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Makes row i the former row `beam_idx[i]`; slots are shared, nothing is copied."""
+        """Makes row i the former row `beam_idx[i]`, `[num_rows]`; slots are shared, nothing is copied."""
         self._state.select_rows(beam_idx.cpu().numpy())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices` (or those marked True), in that order."""
+        """Keeps the rows `indices`, `[num_kept]`, in that order; or those marked, `[num_rows]` bool."""
         chosen, num_rows = torch.as_tensor(indices).cpu(), self._state.num_rows
         if chosen.dtype == torch.bool:
             if num_rows and len(chosen) != num_rows:
-                raise ValueError(f"{len(chosen)} rows were marked, the cache holds {num_rows}.")
+                raise ValueError(
+                    f"{len(chosen)} rows were marked, the cache holds {num_rows}; mark every row."
+                )
             chosen = chosen.nonzero()[:, 0]
         self._state.select_rows(chosen.numpy())
 

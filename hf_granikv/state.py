@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_granikv.batch_rows import BatchRows, ParkedRow
 from hf_granikv.config import CacheOptions
-from hf_granikv.errors import UnannouncedForwardError
+from hf_granikv.errors import RowsTakenError, UnannouncedForwardError
 from hf_granikv.held_prefixes import HeldPrefixes
 from hf_granikv.inputs import HeldRows, Layout
 from hf_granikv.journal import Journal
@@ -41,6 +41,7 @@ class CacheState(BatchRows):
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
         returns_contiguous: Whether keys and values without a prefix are copied to be contiguous.
         needs_mask: Whether models are given the mask of rows that come and go.
+        graph_step: The first step whose tokens had a graph, which pools do not keep; None = none.
         is_live: Whether rows come and go: the inputs of forwards are read even without a prefix.
     """
 
@@ -58,6 +59,7 @@ class CacheState(BatchRows):
         self.returns_contiguous = False
         self.needs_mask = True
         self.is_live = False
+        self.graph_step: int | None = None
         self._staged: Layout | None = None
         self._step: Step | None = None
         self._is_open = False
@@ -121,7 +123,7 @@ class CacheState(BatchRows):
         num_rows, _, q_len, _ = key_states.shape
         layout, self._staged = self._staged, None
         if layout is None or layout.owned.shape != (num_rows, q_len):
-            layout = self._plain_layout(num_rows, q_len)
+            layout = self._plain_layout(num_rows, q_len, layout)
         counts = layout.owned.sum(1)
         self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
         self._cropped_before = None
@@ -148,7 +150,8 @@ class CacheState(BatchRows):
 
     def current_step(self) -> Step:
         """The step that the first layer began."""
-        assert self._step is not None
+        if self._step is None:
+            raise RowsTakenError("the rows of this forward pass were dropped while it was running")
         return self._step
 
     def write(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -161,6 +164,12 @@ class CacheState(BatchRows):
         """
         self.cold.write(layer_idx, self.current_step().write, key_states, value_states)
 
+    def note_graph(self) -> bool:
+        """Notes that the tokens of this step have a graph; gives whether earlier ones had one."""
+        if self.graph_step is None:
+            self.graph_step = self.step_id
+        return self.graph_step < self.step_id
+
     def settle(self, *, is_complete: bool = False) -> None:
         """Drops what a forward left that failed, as one does that is not known to be complete."""
         staged, self._staged = self._staged, None
@@ -170,6 +179,7 @@ class CacheState(BatchRows):
         if staged is not None:
             cropped_before = self._cropped_once_gone if staged.starts_batch else None
         if is_half:
+            self.graph_step = None if self.graph_step == self.step_id else self.graph_step
             self._crop(self.current_step().plan.q_len)
         has_failed = is_half or (self.row_states.is_open and not is_complete)
         if has_failed and cropped_before is not None:
@@ -210,6 +220,7 @@ class CacheState(BatchRows):
             self.reads = self.reads.shortened(from_prefix)
         else:
             self.num_cropped += from_prefix
+        self.graph_step = self.graph_step if self.num_columns else None
         self._step = None
 
     def check_takes_prefix(self) -> None:
@@ -254,7 +265,7 @@ class CacheState(BatchRows):
             twin.copy_rows(self)
         twin.prefixes.copy_from(self.prefixes)
         twin.num_cropped = self.num_cropped if keeps_rows else 0
-        twin.step_id = self.step_id
+        twin.step_id, twin.graph_step = self.step_id, self.graph_step if keeps_rows else None
         return twin
 
     @property
@@ -265,12 +276,13 @@ class CacheState(BatchRows):
     def start_rows(self, num_rows: int, reads: RowPrefixes) -> None:
         """Frees the rows held and starts others, which see all that `reads` says."""
         super().start_rows(num_rows, reads)
-        self.num_cropped = 0
+        self.num_cropped, self.graph_step = 0, None
 
-    def _plain_layout(self, num_rows: int, q_len: int) -> Layout:
+    def _plain_layout(self, num_rows: int, q_len: int, staged: Layout | None) -> Layout:
         if self.reads_inputs:
             self.row_states.tear()
-            raise UnannouncedForwardError
+            announced = None if staged is None else staged.owned.shape
+            raise UnannouncedForwardError((num_rows, q_len), announced)
         if self.num_rows and self.num_rows != num_rows:
             raise ValueError(
                 f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "

@@ -66,7 +66,7 @@ MODES: dict[str, Mode] = {
     "beam sampling": Mode({"num_beams": 3, "do_sample": True}, EVEN, is_scored=True),
     "prompt lookup": Mode({"prompt_lookup_num_tokens": 3}, LONE, is_drafted=True),
     "assistant": Mode({"assistant_model": True}, LONE, is_drafted=True),
-    "guidance": Mode({"guidance_scale": 1.5}, LONE),
+    "guidance": Mode({"guidance_scale": 1.5}),
     "repetition penalty": Mode({"repetition_penalty": 1.8}),
     "no repeated n-grams": Mode({"no_repeat_ngram_size": 2}),
     "all processors of ids": Mode(

@@ -5,8 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from families import Family
-from prompts import alone, cached, left_padded, new_tokens, suffixes
+from families import LOCAL, SHARED_PATH, Family
+from prompts import (
+    alone,
+    cached,
+    left_padded,
+    logits_alone,
+    new_tokens,
+    prefilled,
+    suffixes,
+    whole,
+)
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -15,7 +24,9 @@ from transformers import (
     StaticCache,
 )
 
+import hf_granikv
 from hf_granikv.attention import ATTENTION_NAME, granikv_attention
+from hf_granikv.live_rows import LiveRows
 
 Build = Callable[..., PreTrainedModel]
 ROWS = suffixes(9, 4, 1)
@@ -85,3 +96,35 @@ def test_a_family_without_the_interface_is_not_silently_wrong(config_name: str) 
         return
     want = alone(family.model(attn_implementation="eager"), ROWS)
     assert new_tokens(model, left_padded(ROWS)) == want
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "diffllama"])
+def test_a_float64_model_is_served_on_the_dense_route(family: str) -> None:
+    """Parts are merged in float32; the merge failed with an error about dtypes."""
+    families = {**SHARED_PATH, **LOCAL}
+    model = families[family].model(attn_implementation="granikv").double()
+    rows = whole(suffixes(3, 7, 0))
+    cache = prefilled(model)
+    assert new_tokens(model, left_padded(rows), **cached(cache)) == alone(model, rows)
+    assert "torch.float64" in cache.explain()
+    with torch.no_grad():
+        ids = torch.tensor([rows[0][20:]])
+        cache.reset()
+        got = model(input_ids=ids, **cached(cache)).logits[0]
+    assert got.dtype == torch.float64
+    if family != "gemma2":
+        torch.testing.assert_close(got, logits_alone(model, rows[0], 3), atol=1e-9, rtol=0)
+    options = {"custom_generate": hf_granikv.generate, "min_shared_tokens": 4}
+    assert new_tokens(model, left_padded(rows), **options) == alone(model, rows)
+
+
+def test_float64_rows_that_come_and_go_run_batch_by_batch() -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv").double()
+    cache = prefilled(model)
+    live, prefix = LiveRows(model, cache), cache.rows.prefixes.only
+    rows = [live.start(prefix), live.start(prefix)]
+    new = suffixes(3, 5)
+    logits = live.forward(dict(zip(rows, new, strict=True)))
+    for row, ids in zip(rows, new, strict=True):
+        want = logits_alone(model, whole([ids])[0], 1)[0]
+        torch.testing.assert_close(logits[row], want, atol=1e-9, rtol=0)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,6 +420,36 @@ def test_embeddings_take_the_stock_path(
     got = shared(model, {"inputs_embeds": embeds})
     assert "inputs_embeds may say more" in caplog.text
     assert got.tolist() == stock(model, {"inputs_embeds": embeds}).tolist()
+
+
+class PromptTuned:
+    """What PEFT's prompt tuning does: inputs are prepared by somebody else, not from the ids alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+        self._embed = model.get_input_embeddings()
+        self._prepare = model.prepare_inputs_for_generation
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        prepared: dict[str, Any] = self._prepare(*args, **kwargs)
+        learned = torch.linspace(-2, 2, 32)
+        embeds = self._embed(prepared["input_ids"]) + learned
+        return {**prepared, "input_ids": None, "inputs_embeds": embeds}
+
+
+def test_prompts_that_an_adapter_adds_to_take_the_stock_path(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was added was dropped without a word, or the call failed."""
+    plain = stock(model, BATCHES["one_length"]).tolist()
+    prepare = PromptTuned(model).prepare_inputs_for_generation
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", prepare)
+    want = stock(model, BATCHES["one_length"]).tolist()
+    assert want != plain
+    assert shared(model, BATCHES["one_length"]).tolist() == want
+    assert "an adapter puts embeddings or keys of its own before the prompts" in caplog.text
+    with pytest.raises(ValueError, match="row 0 of inputs_embeds differs from the prefix"):
+        stock(model, BATCHES["one_length"], **cached(prefilled(model)))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "prefilled"])

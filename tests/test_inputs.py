@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SHARED_PATH, Family
 from prompts import (
     PAD_ID,
     PREFIX,
@@ -10,6 +11,7 @@ from prompts import (
     alone,
     cached,
     left_padded,
+    logits_alone,
     middle_padded,
     new_tokens,
     prefilled,
@@ -20,8 +22,10 @@ from prompts import (
     whole,
 )
 from refusals import assert_refused
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
 
+import hf_granikv
 from hf_granikv import AsymmetricPagedCache
 
 P = len(PREFIX)
@@ -99,6 +103,59 @@ def test_every_layout_gives_the_tokens_of_each_row_alone(
     cache = prefilled(model)
     assert new_tokens(model, lay_out(rows), **cached(cache)) == alone(model, whole(rows))
     cache.check_integrity()
+
+
+class WithoutPositions(LlamaForCausalLM):
+    """A model whose own preparation of inputs hands on no positions, as remote code often does."""
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        prepared.pop("position_ids", None)
+        return prepared
+
+
+@pytest.fixture
+def without_positions(model: PreTrainedModel) -> PreTrainedModel:
+    own = WithoutPositions._from_config(model.config, attn_implementation="granikv").eval()
+    own.load_state_dict(model.state_dict())
+    return own
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_positions_that_a_model_does_not_hand_on_are_counted(
+    model: PreTrainedModel, without_positions: PreTrainedModel, layout: str
+) -> None:
+    """A mask of ones is dropped by then: prompts looked like new tokens after the prefix."""
+    rows, lay_out = LAYOUTS[layout]
+    cache = prefilled(without_positions)
+    want = alone(model, whole(rows))
+    assert new_tokens(without_positions, lay_out(rows), **cached(cache)) == want
+
+
+@pytest.mark.parametrize("rows", [EVEN, RAGGED], ids=["even", "ragged"])
+def test_shared_prompts_of_such_a_model_are_its_own(
+    model: PreTrainedModel, without_positions: PreTrainedModel, rows: list[list[int]]
+) -> None:
+    options = {"custom_generate": hf_granikv.generate, "min_shared_tokens": 4}
+    got = new_tokens(without_positions, left_padded(whole(rows)), **options)
+    assert got == alone(model, whole(rows))
+
+
+def test_a_forward_after_a_generate_that_gave_up_is_a_plain_one(model: PreTrainedModel) -> None:
+    """generate marks the cache, and may refuse its own arguments after that."""
+    cache = prefilled(model)
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        new_tokens(model, left_padded(whole(EVEN)), num_return_sequences=3, **cached(cache))
+    cache._is_user_defined = True
+    positions = torch.arange(P, P + 4).expand(2, -1)
+    for options in ({}, {"position_ids": positions}):
+        with torch.no_grad():
+            got = model(input_ids=torch.tensor(EVEN), **options, **cached(cache)).logits[:, -1]
+        want = [logits_alone(model, row, 1)[0] for row in whole(EVEN)]
+        torch.testing.assert_close(got, torch.stack(want), atol=1e-4, rtol=0)
+        cache.reset()
+        cache._is_user_defined = True
 
 
 @pytest.mark.parametrize("lengths", [(0, 4), (0,), (3, 1)], ids=str)
@@ -215,6 +272,37 @@ def test_a_generate_call_that_means_nothing_right_is_refused(
     assert_refused(cache, model, call, ValueError, message)
 
 
+DRAFTED: dict[str, tuple[Inputs, str]] = {
+    "behind_trailing_pads": (
+        {
+            "input_ids": torch.tensor([[*PREFIX, *RAGGED[0], *[PAD_ID] * 3]]),
+            "attention_mask": torch.tensor([[1] * (P + 3) + [0] * 3]),
+        },
+        "if you gave none, generate counts those of drafted tokens .* pad prompts on the left",
+    ),
+    "from_a_padded_suffix": (
+        {
+            "input_ids": torch.tensor([[PAD_ID] * 3 + RAGGED[1]]),
+            "attention_mask": torch.tensor([[1] * P + [0] * 3 + [1] * 7]),
+        },
+        "which generate keeps whole only without drafts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_drafts_in_a_layout_that_generate_loses_are_refused_for_that(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, name: str
+) -> None:
+    """The caller was told to leave out what was not given, or to give what was."""
+    inputs, message = DRAFTED[name]
+
+    def call() -> Any:
+        return new_tokens(model, inputs, prompt_lookup_num_tokens=2, **cached(cache))
+
+    assert_refused(cache, model, call, ValueError, message)
+
+
 def test_a_mask_narrower_than_its_ids_is_refused(
     model: PreTrainedModel, cache: AsymmetricPagedCache
 ) -> None:
@@ -253,6 +341,71 @@ BAD_FORWARDS: dict[str, tuple[Inputs, str]] = {
     "no_cache_wanted": ({"input_ids": torch.tensor(EVEN), "use_cache": False}, "use_cache=False"),
     "no_inputs": ({}, "neither input_ids nor inputs_embeds"),
 }
+
+
+TYPED = ("gpt2", "gpt_neo", "gptj", "codegen")
+_LIKE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 4}
+_LIKE_GPT2 |= {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+OWN_TYPED = {"gptj": Family("GPTJConfig", base=_LIKE_GPT2)}
+OWN_TYPED["codegen"] = Family("CodeGenConfig", base=_LIKE_GPT2)
+
+
+@pytest.mark.parametrize("token_type", [0, 5])
+@pytest.mark.parametrize("family", TYPED)
+def test_types_of_tokens_that_a_prefix_was_computed_without_are_refused(
+    tiny_model: Callable[..., PreTrainedModel], family: str, token_type: int
+) -> None:
+    """These models add an embedding of the type, of type 0 too."""
+    own = OWN_TYPED.get(family)
+    model = own.model() if own else tiny_model(family, "eager")
+    cache, inputs = prefilled(model), left_padded(whole(EVEN))
+    inputs["token_type_ids"] = torch.full_like(inputs["input_ids"], token_type)
+    message = "token_type_ids came with a forward over a prefix"
+
+    def generated() -> Any:
+        return new_tokens(model, inputs, **cached(cache))
+
+    assert_refused(cache, model, generated, ValueError, message)
+    typed = {"input_ids": torch.tensor(EVEN), "token_type_ids": torch.tensor(EVEN)}
+    assert_refused(cache, model, lambda: model(**typed, **cached(cache)), ValueError, message)
+    options = {"custom_generate": hf_granikv.generate, "min_shared_tokens": 4}
+    assert new_tokens(model, inputs, **options) == new_tokens(model, inputs, use_cache=False)
+
+
+UNREAD: dict[str, Inputs] = {
+    "of_another_encoder": {"encoder_hidden_states": torch.randn(2, 6, 32)},
+    "of_the_attention": {"cu_seq_lens_q": torch.tensor([0, 4, 8])},
+    "of_an_image_that_no_text_model_takes": {"pixel_values": torch.randn(1, 3, 8, 8)},
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_nobody_here_understands_is_refused_by_name(
+    model: PreTrainedModel, cache: AsymmetricPagedCache, name: str
+) -> None:
+    given, (argument,) = {"input_ids": torch.tensor(EVEN), **UNREAD[name]}, UNREAD[name]
+    message = f"^{argument} came with a forward over a prefix.*Leave it out"
+    assert_refused(cache, model, lambda: model(**given, **cached(cache)), ValueError, message)
+
+
+def test_cross_attention_is_refused_for_what_it_is() -> None:
+    """Its hidden states were taken for a forward of an unknown model."""
+    model = SHARED_PATH["gpt2"].model(attn_implementation="granikv", add_cross_attention=True)
+    cache, inputs = prefilled(model), left_padded(whole(EVEN))
+    inputs["encoder_hidden_states"] = torch.randn(2, 6, 32)
+    with pytest.raises(ValueError, match="encoder_hidden_states came with a forward over a prefix"):
+        new_tokens(model, inputs, **cached(cache))
+
+
+def test_what_changes_no_key_may_come_along(
+    model: PreTrainedModel, cache: AsymmetricPagedCache
+) -> None:
+    ids = torch.tensor(EVEN)
+    silent = {"labels": ids, "output_hidden_states": True, "return_dict": True, "use_cache": True}
+    with torch.no_grad():
+        out = model(input_ids=ids, logits_to_keep=0, token_type_ids=None, **silent, **cached(cache))
+    want = torch.stack([logits_alone(model, row, 4) for row in whole(EVEN)])
+    torch.testing.assert_close(out.logits, want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", BAD_FORWARDS)

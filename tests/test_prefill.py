@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import SHARED_PATH
+from families import LOCAL, SHARED_PATH
 from prompts import (
     PREFIX,
     SUFFIX_LENGTHS,
@@ -19,7 +19,7 @@ from prompts import (
 )
 from refusals import assert_refused, observed
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import BatchEncoding, DynamicCache, PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.errors import UnannouncedForwardError
@@ -287,3 +287,65 @@ def test_the_hook_leaves_stock_caches_alone(model: PreTrainedModel) -> None:
     assert new_tokens(model, left_padded(ROWS)) == want
     stock = DynamicCache(config=model.config)
     assert new_tokens(model, left_padded(ROWS), **cached(stock)) == want
+
+
+def test_a_model_that_changes_its_inputs_on_the_way_is_refused_for_that(
+    model: PreTrainedModel,
+) -> None:
+    """It was taken for a model that the cache does not know."""
+    cache = prefilled(model)
+    cache.announce(model, {"input_ids": torch.tensor(suffixes(4, 4)), **cached(cache)})
+    stored = torch.zeros(2, 2, 3, 8)
+    with pytest.raises(
+        UnannouncedForwardError, match=r"2 rows x 3 columns .* whose inputs have 2 x 4"
+    ):
+        cache.layers[0].update(stored, stored)
+    cache.settle()
+    assert new_tokens(model, left_padded(ROWS), **cached(cache)) == alone(model, ROWS)
+
+
+# ---- ordinary mistakes
+
+MISTAKES: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
+    "the_model_for_its_config": (
+        AsymmetricPagedCache,
+        "config is a LlamaForCausalLM; pass model.c",
+    ),
+    "the_config_for_the_model": (
+        lambda m: AsymmetricPagedCache(m.config).prefill(m.config, prefix_ids()),
+        "a LlamaConfig was given as the model",
+    ),
+    "all_that_a_tokenizer_gives": (
+        lambda m: AsymmetricPagedCache(m.config).prefill(
+            m, BatchEncoding({"input_ids": prefix_ids(), "attention_mask": prefix_ids()})
+        ),
+        "input_ids of a prefix is a BatchEncoding; give token ids",
+    ),
+    "a_dict": (
+        lambda m: AsymmetricPagedCache(m.config).prefill(m, {"input_ids": prefix_ids()}),
+        "input_ids of a prefix is a dict; give token ids",
+    ),
+    "a_text": (
+        lambda m: AsymmetricPagedCache(m.config).prefill(m, "You are a helpful assistant."),
+        "input_ids of a prefix is a str; give token ids",
+    ),
+    "an_id_of_another_tokenizer": (
+        lambda m: AsymmetricPagedCache(m.config).prefill(m, torch.tensor([[5, 500]])),
+        "contains 500; LlamaForCausalLM knows ids from 0 to 96",
+    ),
+    "an_id_of_nothing": (
+        lambda m: AsymmetricPagedCache(m.config).prefill(m, torch.tensor([[5, -100, 6]])),
+        "contains -100; LlamaForCausalLM knows ids from 0 to 96",
+    ),
+    "a_model_of_other_layers": (
+        lambda m: AsymmetricPagedCache(LOCAL["mistral"].config()).prefill(m, prefix_ids()),
+        "is full attention, the cache was built for attention in a window of 8 tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_called_by_its_name(model: PreTrainedModel, name: str) -> None:
+    call, message = MISTAKES[name]
+    with pytest.raises(ValueError, match=message):
+        call(model)

@@ -19,14 +19,18 @@ from padded_rows import (
 )
 from prompts import (
     PREFIX,
+    alone,
     cached,
     left_padded,
     middle_padded,
+    new_tokens,
     prefilled,
+    right_padded,
     suffix_only,
     suffixes,
     whole,
 )
+from refusals import observed
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation import StoppingCriteriaList
@@ -214,15 +218,92 @@ def test_nothing_changes_without_pads(model: PreTrainedModel) -> None:
     assert kinds == [NoRepeatNGramLogitsProcessor]
 
 
-def test_rows_whose_earlier_ids_nobody_gave_see_what_transformers_shows(
-    model: PreTrainedModel,
-) -> None:
+# ---- rows that go on, of whose earlier ids a cache holds keys and values only
+
+
+def second_turn(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor], list[list[int]]]:
+    """A cache with rows of a first turn, the new ids of a second one, and the whole rows."""
     cache, inputs = prefilled(model), left_padded(whole(suffixes(3, 7)))
     ids = called(model, inputs, max_new_tokens=2, **cached(cache)).sequences
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 2, dtype=torch.long)], 1)
-    rest = {"input_ids": ids[:, -1:], "attention_mask": mask}
-    kinds = prepared(model, rest, no_repeat_ngram_size=1, **cached(cache))
-    assert kinds == [NoRepeatNGramLogitsProcessor]
+    new = torch.tensor([[9, 14, 9], [11, 15, 11]])
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
+    given = torch.cat([ids[:, -1:], new], 1)
+    # the last token that was generated is not in the cache yet
+    rest = {"input_ids": given, "attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
+    whole_rows = torch.cat([ids, new], 1)
+    shown = rest["attention_mask"].bool()
+    rows = [row[is_token].tolist() for row, is_token in zip(whole_rows, shown, strict=True)]
+    return cache, rest, rows
+
+
+FAR_SIGHTED: dict[str, tuple[str, Options]] = {
+    "penalty": ("RepetitionPenaltyLogitsProcessor", {"repetition_penalty": 2.5}),
+    "ngrams": ("NoRepeatNGramLogitsProcessor", {"no_repeat_ngram_size": 2}),
+    "encoder": (
+        "EncoderRepetitionPenaltyLogitsProcessor",
+        {"encoder_repetition_penalty": 1.5},
+    ),
+    "long_word": ("NoBadWordsLogitsProcessor", {"bad_words_ids": [[5, 6, 7, 8, 9, 10]]}),
+    "given": ("NoRepeatNGramLogitsProcessor", given(NoRepeatNGramLogitsProcessor(2))),
+}
+
+
+@pytest.mark.parametrize("name", FAR_SIGHTED)
+def test_what_looks_at_ids_of_an_earlier_call_is_refused(model: PreTrainedModel, name: str) -> None:
+    """It saw the new ids alone, and gave other tokens than a row alone."""
+    (kind, options), (cache, rest, rows) = FAR_SIGHTED[name], second_turn(model)
+    before = observed(cache)
+    with pytest.raises(ValueError, match=f"{kind} looks at .* with 4 new ones.*Pass all ids"):
+        called(model, rest, **options, **cached(cache))
+    assert observed(cache) == before
+    got = called(model, left_padded(rows), **options, **cached(cache)).sequences
+    for row, ids in zip(got.tolist(), rows, strict=True):
+        want = called(model, left_padded([ids]), use_cache=False, **options).sequences[0]
+        assert row[-8:] == want[-8:].tolist()
+
+
+NEAR_SIGHTED: dict[str, Options] = {
+    "nothing": {},
+    "short_words": {"bad_words_ids": [[47], [13, 42], [11, 40, 7]]},
+    "biased": {"sequence_bias": [[[11, 5], 9.0], [[7], 3.0]]},
+    "guidance": {"guidance_scale": 1.5},
+}
+
+
+@pytest.mark.parametrize("name", NEAR_SIGHTED)
+def test_what_looks_at_given_ids_only_goes_on(model: PreTrainedModel, name: str) -> None:
+    options, (cache, rest, rows) = NEAR_SIGHTED[name], second_turn(model)
+    got = called(model, rest, **options, **cached(cache)).sequences
+    for row, ids in zip(got.tolist(), rows, strict=True):
+        want = called(model, left_padded([ids]), use_cache=False, **options).sequences[0]
+        assert row[-8:] == want[-8:].tolist()
+
+
+LAST_IS_A_PAD: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "suffix_ids": lambda: suffix_only(suffixes(3, 0)),
+    "prefix_pads_suffix": lambda: middle_padded(suffixes(3, 0)),
+    "right": lambda: right_padded(whole(suffixes(3, 0))),
+    "left": lambda: left_padded(whole(suffixes(3, 0))),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("layout", LAST_IS_A_PAD)
+def test_guidance_starts_from_the_last_id_of_each_row(model: PreTrainedModel, layout: str) -> None:
+    """It started from the last column, which is a pad of some rows."""
+    inputs, options = LAST_IS_A_PAD[layout](), {"guidance_scale": 1.7}
+    got = new_tokens(model, inputs, **options, **cached(prefilled(model)))
+    assert got == alone(model, whole(suffixes(3, 0)), **options)
+
+
+def test_guidance_from_ids_of_ones_own_stays(model: PreTrainedModel) -> None:
+    rows = whole(suffixes(3, 7))
+    negative = torch.tensor([[5, 6], [7, 8]])
+    options = {"guidance_scale": 1.7, "negative_prompt_ids": negative}
+    got = new_tokens(model, left_padded(rows), **options, **cached(prefilled(model)))
+    for row, tokens_of_row in enumerate(got):
+        options["negative_prompt_ids"] = negative[row : row + 1]
+        assert [tokens_of_row] == alone(model, rows[row : row + 1], **options)
 
 
 def test_another_generate_is_not_guessed_at(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import with_lora
+from adapters import an_adapter_for_each_row, with_lora
 from agents import MESSAGES, byte_tokenizer, llama, new_runner
 from families import SHARED_PATH
 from prompts import (
@@ -25,6 +25,7 @@ from refusals import observed
 from torch import nn
 from transformers import PreTrainedModel
 
+import hf_granikv
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.errors import StalePrefixError
 
@@ -121,6 +122,34 @@ def test_another_adapter_is_refused_until_it_is_switched_back(model: PreTrainedM
     for layer in layers:
         layer.active_adapter = "a"
     assert ROUTES["generate"](model, cache) == want
+
+
+def test_rows_with_adapters_of_their_own_are_refused(model: PreTrainedModel) -> None:
+    """The prefix of one adapter was served to the rows of all of them."""
+    layers, rows, names = with_lora(model, "a", "b"), whole(suffixes(5, 5)), ["a", "b"]
+    cache = prefilled(model)
+    with an_adapter_for_each_row(layers, names):
+        for call in (
+            lambda: new_tokens(model, left_padded(rows), **cached(cache)),
+            lambda: model(input_ids=torch.tensor(suffixes(5, 5)), **cached(cache)),
+            lambda: AsymmetricPagedCache(model.config).prefill(model, prefix_ids()),
+        ):
+            before = observed(cache)
+            with pytest.raises(
+                ValueError, match="adapter_names lets rows of this call run through"
+            ):
+                call()
+            assert observed(cache) == before
+    assert new_tokens(model, left_padded(rows), **cached(cache)) == alone(model, rows)
+
+
+def test_shared_prompts_of_such_rows_are_left_to_the_stock_path(model: PreTrainedModel) -> None:
+    layers, rows, names = with_lora(model, "a", "b"), whole(suffixes(5, 5)), ["a", "b"]
+    with an_adapter_for_each_row(layers, names):
+        want = new_tokens(model, left_padded(rows), use_cache=False)
+        options = {"custom_generate": hf_granikv.generate, "min_shared_tokens": 4}
+        assert new_tokens(model, left_padded(rows), **options) == want
+    assert want != alone(model, rows)
 
 
 # ---- invalidate

@@ -90,10 +90,9 @@ class RowStates:
         """Ends a forward; one that failed tears the rows if it has written to any state."""
         marks, self._marks = self._marks, None
         self._is_torn |= has_failed and marks is not None and marks != self._marks_now()
-        for state in self._tensors():
-            # nothing flows back through the cache
-            if state.requires_grad:
-                state.detach_()
+        if any(state.requires_grad for state in self._tensors()):
+            # nothing flows back through the cache; the graph of this forward needs its own tensors
+            self._load([layer.states() for layer in self._layers], _copied)
 
     def tear(self) -> None:
         """Notes that the states may be ahead of what else is held of the rows."""

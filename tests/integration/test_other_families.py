@@ -125,9 +125,25 @@ def test_an_encoder_decoder_is_refused_when_the_cache_is_built() -> None:
 
 @pytest.mark.parametrize("name", KEEP_THEIR_OWN)
 def test_a_model_that_keeps_a_cache_of_its_own_is_refused(name: str) -> None:
-    model = built(name, "eager")
-    with pytest.raises(ValueError, match=r"cache of its own kind|does not keep its keys"):
-        prefilled(model)
+    with pytest.raises(ValueError, match=r"has no cache, or a cache of its own kind"):
+        AsymmetricPagedCache(config_of(name))
+
+
+@pytest.mark.parametrize("name", ["ViT", "CLIP", "CLIPText", "Reformer", "XLNet", "XLM"])
+def test_what_generates_no_text_with_a_cache_is_refused_when_the_cache_is_built(name: str) -> None:
+    with pytest.raises(ValueError, match=r"has no cache, or a cache of its own kind"):
+        AsymmetricPagedCache(getattr(transformers, f"{name}Config")())
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra"])
+def test_an_encoder_is_refused_until_it_is_told_to_be_a_decoder(name: str) -> None:
+    """It built a cache, and tokens of a prefix would have seen what comes behind them."""
+    config_type = getattr(transformers, f"{name}Config")
+    with pytest.raises(ValueError, match="sees tokens that come later while is_decoder=False"):
+        AsymmetricPagedCache(config_type())
+    AsymmetricPagedCache(config_type(is_decoder=True))
+    # a flag of the same name that means nothing there
+    AsymmetricPagedCache(transformers.GPTNeoXConfig())
 
 
 @pytest.mark.parametrize("options", [{"use_cache": False}, {}], ids=["no_cache", "stock_cache"])
