@@ -91,11 +91,11 @@ def _decode_attention(
     reasons = unsupported_reasons(query, private)
     if rule.softcap is not None:
         reasons.append("scores are soft-capped")
-    spans = _spans(mask, start, private.max_length, len(query))
-    if spans is None:
-        reasons.append("rows see private tokens that do not follow each other")
+    spans = None if reasons else _spans(mask, start, private.max_length, len(query))
+    if not reasons and spans is None:
+        reasons = ["rows see private tokens that do not follow each other"]
     step.plan.journal.note_decode(reasons)
-    if reasons or spans is None:
+    if spans is None:
         return None
     return DecodeAttention(query, private, spans, scale=rule.scale)
 

@@ -1,14 +1,16 @@
 """Prompts, the ways to lay them out in a batch, and what each must give."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from families import VOCAB_SIZE
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_granikv import AsymmetricPagedCache
+from hf_granikv import AsymmetricPagedCache, forward_reader
 from hf_granikv.compat import CACHE_ARGUMENT
 
 PAD_ID = 0
@@ -107,3 +109,11 @@ def prefilled(model: PreTrainedModel, ids: Sequence[int] = PREFIX, **options: An
 def cached(cache: Any) -> dict[str, Any]:
     """Gives the cache under the keyword that this transformers version has for it."""
     return {CACHE_ARGUMENT: cache}
+
+
+@contextmanager
+def as_generate(cache: Any) -> Iterator[None]:
+    """Does to a cache what `generate` does before its first forward, which is to come in here."""
+    cache._is_user_defined = True
+    with patch.object(forward_reader, "variables_of_generate", lambda: {"inputs_tensor": None}):
+        yield

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planted import CONFIG, NUM_LAYERS, PlantedError, PlantedModel, plant
 from prompts import (
+    as_generate,
     cached,
     left_padded,
     middle_padded,
@@ -196,13 +197,13 @@ class CacheWalk(RuleBasedStateMachine):
         whole = [[*held.prefix, *row] for row in rows]
         shared_len = min([len(held.prefix), *(len(row) - 1 for row in whole)])
         num_new = sum(len(row) - shared_len for row in whole)
-        # what generate does to a cache right before its first forward, and hands to that
-        held.cache._is_user_defined = True
+        # what generate hands to its first forward
         inputs = LAYOUTS[layout](held.prefix, rows)
         mask = inputs["attention_mask"]
         positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
         inputs["position_ids"] = positions[:, -inputs["input_ids"].shape[1] :]
-        outcome = self.run(inputs, num_new, 0, fails_at)
+        with as_generate(held.cache):
+            outcome = self.run(inputs, num_new, 0, fails_at)
         if outcome == "done":
             held.start(whole, 0)
             held.check_returned(held.owned.shape[1])

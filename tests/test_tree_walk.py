@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planted import CONFIG, NUM_LAYERS, PlantedError, PlantedModel, plant
-from prompts import cached, left_padded, prefix_ids, tokens
+from prompts import as_generate, cached, left_padded, prefix_ids, tokens
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.pools import Prefix
@@ -70,10 +70,11 @@ class TreeWalk(RuleBasedStateMachine):
         prompts = [self.prompt(data) for _ in range(num_rows)]
         inputs: dict[str, Any] = left_padded([ids for _, ids in prompts])
         self.cache.bind(**inputs, salt=[salt for salt, _ in prompts])
-        self.cache._is_user_defined = True
         mask = inputs["attention_mask"]
         inputs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        if self.run(inputs, fails_at):
+        with as_generate(self.cache):
+            is_done = self.run(inputs, fails_at)
+        if is_done:
             self.rows = [(self.longest(ids, salt), ids) for salt, ids in prompts]
             self.check_returned()
         elif fails_at:
@@ -193,9 +194,8 @@ def test_rows_that_contradict_what_they_are_bound_to_are_refused() -> None:
     for seed in (1, 2):
         cache.prefill(MODEL, prefix_ids(tokens(4, seed=seed)))
     cache.bind(torch.tensor([tokens(6, seed=1)]))
-    cache._is_user_defined = True
     other = torch.tensor([tokens(6, seed=2)])
-    with pytest.raises(ValueError, match="row 0 has token"):
+    with as_generate(cache), pytest.raises(ValueError, match="row 0 has token"):
         MODEL(input_ids=other, position_ids=torch.arange(6)[None], **cached(cache))
     assert cache.batch_size == -1
 

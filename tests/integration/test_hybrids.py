@@ -12,6 +12,7 @@ from families import HYBRIDS
 from prompts import (
     PREFIX,
     alone,
+    as_generate,
     cached,
     left_padded,
     logits_alone,
@@ -151,10 +152,10 @@ def test_a_prefix_is_read_as_the_stock_cache_reads_a_prompt() -> None:
         with torch.no_grad():
             first = model(torch.tensor(whole(batch)), **cached(stock)).logits[:, -1:]
             want = torch.cat([first, model(torch.tensor(last), **cached(stock)).logits], 1)
-            held._is_user_defined = True  # as generate does
             positions = torch.arange(P + len(batch[0])).expand(2, -1)
             ids = torch.tensor(whole(batch))
-            first = model(ids, position_ids=positions, **cached(held)).logits[:, -1:]
+            with as_generate(held):
+                first = model(ids, position_ids=positions, **cached(held)).logits[:, -1:]
             got = torch.cat([first, model(torch.tensor(last), **cached(held)).logits], 1)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
@@ -263,10 +264,9 @@ def test_a_prefix_serves_all_that_logits_are_asked_of(tiny_model: Build) -> None
     """A generate loop may ask for more logits than the stored states leave tokens for."""
     model, rows = tiny_model("lfm2"), whole(suffixes(1, 1))
     cache = prefilled(model)
-    cache._is_user_defined = True  # as generate does
     ids = torch.tensor(rows)
     positions = torch.arange(P + 1).expand(2, -1)
-    with torch.no_grad():
+    with torch.no_grad(), as_generate(cache):
         out = model(ids, position_ids=positions, logits_to_keep=6, **cached(cache)).logits
     for row, ids in enumerate(rows):
         torch.testing.assert_close(out[row], logits_alone(model, ids, 6), atol=1e-4, rtol=0)
