@@ -1,5 +1,6 @@
 """The attention function: prefix once per group, suffix per row, merged by log-sum-exp."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
 from hf_granikv.step_attention import finished, step_attention
 from hf_granikv.step_work import ScoreRule
-from hf_granikv.views import LayerStep
+from hf_granikv.views import LayerStep, PrivateTokens
 
 ATTENTION_NAME = "granikv"
 
@@ -152,9 +153,12 @@ def _dense_reasons(
 def _by_parts(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     if not torch.is_grad_enabled():
         return step_attention(query, step, rule)
+    own = step.private.tensors
     stored = (t for part in step.parts for t in (part.keys, part.values))
-    if not needs_gradients(query, *step.private.tensors, rule.sinks, *stored):
+    if not needs_gradients(query, *own, rule.sinks, *stored):
         return step_attention(query, step, rule)
+    # some layers have tokens with a graph, and all of a step go one way
+    step = replace(step, private=PrivateTokens.of_tensors(*own))
     return with_gradients(
         lambda: step_attention(query, step, rule),
         query,

@@ -80,12 +80,12 @@ def step_shape(model: Any, num_rows: int, num_tokens: int) -> GroupShape:
 def why_slow(model: Any) -> str | None:
     """Why shared tokens would be right but slow in a model as it is loaded; None if they are not."""
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    is_autocast = torch.is_autocast_enabled(device_of_ids(model).type)
-    if attention == ATTENTION_NAME and not is_autocast and model.dtype != torch.float64:
+    is_dense = torch.is_autocast_enabled(device_of_ids(model).type) or model.dtype == torch.float64
+    if attention == ATTENTION_NAME and not is_dense:
         return None
     return (
-        f"under attn_implementation={attention!r}, autocast or float64, a shared prefix is right but "
-        f"slow; load the model with {ATTENTION_NAME!r}, or pass min_shared_tokens."
+        f"under attn_implementation={attention!r}, or autocast, a shared prefix is right but slow, as "
+        f"it is in float64; load the model with {ATTENTION_NAME!r}, or pass min_shared_tokens."
     )
 
 

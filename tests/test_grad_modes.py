@@ -164,6 +164,26 @@ def test_a_step_of_ragged_rows_is_trained_over_what_they_hold(family: str) -> No
     assert_same(gradients(model), gradients_alone(family, whole(held), new))
 
 
+def test_a_step_whose_first_layer_has_no_graph_is_trained_alike() -> None:
+    """Keys of a frozen layer lie in the pool, those of the next have a graph: one step, two ways."""
+    found = []
+    for is_ours in (True, False):
+        model = fresh("llama", "granikv" if is_ours else "eager")
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.requires_grad_(True)
+        cache, row = DynamicCache(config=model.config), [*PREFIX, *suffixes(5)[0]]
+        if is_ours:
+            cache, row = prefilled(model), row[len(PREFIX) :]
+        ids = torch.tensor(suffixes(1, seed=7))
+        with torch.no_grad():
+            model(input_ids=torch.tensor([row]), **cached(cache))
+        loss(model(input_ids=ids, **cached(cache)).logits, ids).backward()
+        found.append(gradients(model))
+    assert len(found[0]) == 2
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama", "gpt2"])
 def test_training_without_a_cache_is_that_of_eager_attention(family: str) -> None:
     """Soft-capped scores and sinks go through kernels that write in place."""
