@@ -33,12 +33,15 @@ class PrefixLookup:
         return self._by_digest.get(prefix_digest(ahead, salt, token_ids))
 
     def longest(self, token_ids: Ints, salt: str | None) -> Prefix | None:
-        """The longest chain under a salt that the ids start with; None if there is none."""
+        """The longest chain under a salt that the ids start with; None if there is none.
+
+        Of several with the same ids, one of the fewest levels.
+        """
         best: Prefix | None = None
         found: list[Prefix | None] = [None]
         while found:
             parent = found.pop()
-            if parent is not None and (best is None or parent.stop > best.stop):
+            if parent is not None and (best is None or _rank(parent) > _rank(best)):
                 best = parent
             ahead, start = (b"", 0) if parent is None else (parent.digest, parent.stop)
             for num_tokens in self._lengths.get(ahead, ()):
@@ -51,3 +54,7 @@ class PrefixLookup:
     def leaves(self, rows: Iterable[Ints], salts: Iterable[str | None]) -> list[Prefix | None]:
         """The longest chain of each row under its salt."""
         return [self.longest(row, salt) for row, salt in zip(rows, salts, strict=True)]
+
+
+def _rank(leaf: Prefix) -> tuple[int, int]:
+    return leaf.stop, -len(leaf.chain)

@@ -75,7 +75,10 @@ class TreeWalk(RuleBasedStateMachine):
         with as_generate(self.cache):
             is_done = self.run(inputs, fails_at)
         if is_done:
-            self.rows = [(self.longest(ids, salt), ids) for salt, ids in prompts]
+            leaves = self.cache.rows.reads.leaves
+            for leaf, (salt, ids) in zip(leaves, prompts, strict=True):
+                assert self.is_longest(leaf, ids, salt)
+            self.rows = [(leaf, ids) for leaf, (_, ids) in zip(leaves, prompts, strict=True)]
             self.check_returned()
         elif fails_at:
             self.rows = []
@@ -91,14 +94,17 @@ class TreeWalk(RuleBasedStateMachine):
         ids = [*read.chain_ids.tolist(), *([] if is_exact else own)]
         return data.draw(st.sampled_from([salt, read.salt, read.salt])), ids
 
-    def longest(self, ids: list[int], salt: str | None) -> Prefix | None:
-        """The longest chain by comparing every one, token by token."""
+    def is_longest(self, leaf: Prefix | None, ids: list[int], salt: str | None) -> bool:
+        """Compares every chain, token by token; of equal ones, those of the fewest levels go."""
         fitting = [
             prefix
             for prefix in self.alive
             if prefix.salt == salt and ids[: prefix.stop] == prefix.chain_ids.tolist()
         ]
-        return max(fitting, key=lambda prefix: prefix.stop, default=None)
+        best = max(((p.stop, -len(p.chain)) for p in fitting), default=None)
+        if leaf is None or best is None:
+            return leaf is best
+        return leaf in fitting and (leaf.stop, -len(leaf.chain)) == best
 
     @precondition(lambda self: self.rows)
     @rule(
