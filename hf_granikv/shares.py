@@ -122,6 +122,7 @@ class Shares:
         """
         self._check_model()
         if share.cache is not self.cache:
+            share.former.clear()
             share.prefix, share.prefill_s = self._computed(share.ids, share.salt, alone)
             share.cache = self.cache
         return share

@@ -158,11 +158,14 @@ def test_short_heads_and_other_layers_are_left_whole(model):
 
 def test_a_model_that_changed_stores_them_as_a_tree_again():
     with MultiAgentRunner(llama(), byte_tokenizer(), min_shared_tokens=16) as runner:
-        for name, text in TEXTS.items():
-            runner.agent(name, runner.share(text))
+        handles = [runner.share(text) for text in TEXTS.values()]
+        for name, handle in zip(TEXTS, handles, strict=True):
+            runner.agent(name, handle)
         check(runner, dict.fromkeys(TEXTS, "Why?"))
         with torch.no_grad():
             runner.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         check(runner, {"attic": "Why?"})
         check(runner, dict.fromkeys(TEXTS, "Who?"))
         assert hot(runner).hot_tokens == num_distinct(runner)
+        # nothing of the old ones is kept
+        assert [runner._shares.of(handle) for handle in handles] == [None] * len(handles)
