@@ -168,9 +168,12 @@ class AsymmetricPagedCache(LoadingCache):
                 states would not all read the same.
         """
         rows = rows_of_ids(input_ids, attention_mask)
-        leaves = PrefixLookup(self._state.prefixes.all).leaves(rows, salts_of(salt, len(rows)))
+        salts, lookup = salts_of(salt, len(rows)), PrefixLookup(self._state.prefixes.all)
+        leaves = lookup.leaves(rows, salts)
         self._served.check_together(leaves)
         self._state.prefixes.bind(leaves)
+        if self._state.prefixes and rows and not any(leaves):
+            self._state.journal.warn_unshared(lookup.why_none(rows, salts))
         return self
 
     def attach(self, model: nn.Module) -> PreTrainedModel:
@@ -264,6 +267,13 @@ class AsymmetricPagedCache(LoadingCache):
         state = self._state
         head = f"{described(state)}, dispatch={state.options.dispatch!r}"
         return "\n".join([head, *state.journal.lines()])
+
+    def time_groups(self, is_wanted: bool = True) -> None:
+        """Lets `explain` show measured times on accelerators too: two events per group and step.
+
+        On a CPU groups are always timed, in the first layer of each step.
+        """
+        self._state.journal.times_accelerators = is_wanted
 
     def check_integrity(self) -> None:
         """Checks both pools.

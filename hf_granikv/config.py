@@ -1,7 +1,9 @@
-"""What a cache can be asked to do, checked when it is built."""
+"""What a cache can be asked to do, checked when it is built; where this package keeps files."""
 
+import os
 from dataclasses import dataclass
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 DISPATCH_CHOICES = ("auto", "cascade", "batched_gemm", "per_row")
@@ -49,3 +51,11 @@ def check_min_shared_tokens(given: Any) -> None:
             f"min_shared_tokens is {given!r}; give a positive number of tokens, or None to share "
             "where the cost model predicts a gain."
         )
+
+
+def user_folder() -> Path:
+    """Gives the folder for what is kept between runs: `HF_GRANIKV_HOME`, or one in the user's cache."""
+    home = os.environ.get("HF_GRANIKV_HOME")
+    if home:
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_granikv"

@@ -20,6 +20,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_granikv.config import user_folder
+
 MODEL_NAME = "SmolLM2-135M-Instruct"
 HUB_ID = f"HuggingFaceTB/{MODEL_NAME}"
 
@@ -31,11 +33,7 @@ _PROBE_TIMEOUT_S = 4.0
 
 def model_home() -> Path:
     """Gives the folder that the converted model is kept in."""
-    home = os.environ.get("HF_GRANIKV_HOME")
-    if home:
-        return Path(home) / MODEL_NAME
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "hf_granikv" / MODEL_NAME
+    return user_folder() / MODEL_NAME
 
 
 def local_model() -> Path | None:

@@ -1,4 +1,4 @@
-"""The errors a caller may want to tell from others."""
+"""The errors and warnings a caller may want to tell from others."""
 
 
 class ColdPoolFullError(RuntimeError):
@@ -66,6 +66,10 @@ class StalePrefixError(ValueError):
 
 class TornStateError(RuntimeError):
     """A forward pass failed half-way and left recurrent states that cannot be taken back."""
+
+
+class NothingSharedWarning(UserWarning):
+    """Sharing was asked for, and nothing is shared; the text says why."""
 
 
 class NotPackableError(ValueError):

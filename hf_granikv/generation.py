@@ -2,8 +2,10 @@
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,7 +25,9 @@ from hf_granikv.backends import BACKENDS
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
 from hf_granikv.config import check_min_shared_tokens
+from hf_granikv.dispatch import constants_for
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
+from hf_granikv.errors import NothingSharedWarning
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.prompt_checks import unread_arguments
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
@@ -35,6 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
+
+
+# models of which it was said that a batch has nothing to share
+_TOLD: "WeakSet[PreTrainedModel]" = WeakSet()
 
 
 class _NotSharedError(Exception):
@@ -60,7 +68,7 @@ def generate(
     `custom_generate`, to the rounding of the dtype; but where transformers counts the pads of a row,
     in local layers and in logits processors that look at the ids, they are those of each row alone.
     What is done, and why, is logged at level INFO; the cache that `return_dict_in_generate` returns
-    has `explain()`.
+    has `explain()`. The first call with a model that shares nothing warns.
 
     The stock path, untouched, is left to: one row; a cache, embeddings, positions or anything else
     of one's own; `use_cache=False`; outputs that cover prompt tokens; models that cannot be served.
@@ -113,10 +121,25 @@ def _cache_of(
         levels = _levels(model, rows, num_steps, min_shared_tokens)
         cache = _prefilled(model, rows, levels, config.max_length)
     except _NotSharedError as reason:
-        logger.info("%d rows, nothing shared: %s", len(input_ids), reason)
+        _tell_unshared(model, f"{len(input_ids)} rows, nothing shared: {reason}")
         return None
     logger.info("%d rows share %s.", len(rows), _described(levels, len(rows)))
+    # who says from where to share knows that the dense route may be taken
+    cache.rows.journal.has_warned = min_shared_tokens is not None
     return cache
+
+
+def _tell_unshared(model: PreTrainedModel, why: str) -> None:
+    """Warns the first time for a model: the caller asked for sharing. Then it is logged."""
+    logger.info(why)
+    if model not in _TOLD:
+        _TOLD.add(model)
+        warnings.warn(
+            f"hf_granikv.generate: {why.rstrip('.')}. Later calls with this model say so at level "
+            "INFO only.",
+            NothingSharedWarning,
+            stacklevel=4,
+        )
 
 
 def _stock_loop(model: Any, config: GenerationConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -232,7 +255,7 @@ def _gain_s(model: PreTrainedModel, num_rows: int, num_tokens: int, num_steps: i
         step_shape(model, num_rows, num_tokens),
         hidden_size=model.config.get_text_config(decoder=True).hidden_size,
         num_steps=num_steps,
-        device_type=device_of_ids(model).type,
+        constants=constants_for(device_of_ids(model)),
         backends=BACKENDS,
     )
 

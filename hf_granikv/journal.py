@@ -1,10 +1,83 @@
-"""What a cache did: which path ran how often, and why others were refused."""
+"""What a cache did: which path ran how often and how fast, and why others were refused."""
 
 import logging
 import re
+import warnings
 from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from statistics import median
+
+from hf_granikv.errors import NothingSharedWarning
 
 logger = logging.getLogger(__name__)
+
+# forward passes whose times are remembered
+_REMEMBERED = 32
+
+
+class GroupNote:
+    """How the prefix part of one group runs, and what that takes.
+
+    Args:
+        describe: Says what the group is and why it runs as it does.
+        is_timed: Whether its coming run is to be timed.
+
+    Attributes:
+        is_due: Whether the coming run is to be timed.
+    """
+
+    def __init__(self, describe: Callable[[], str], *, is_timed: bool) -> None:
+        self._describe = describe
+        self._taken: deque[Callable[[], float]] = deque(maxlen=_REMEMBERED)
+        self.is_due = is_timed
+
+    def took(self, seconds: Callable[[], float]) -> None:
+        """Takes the time of a run; it is asked for when somebody wants to know."""
+        self.is_due = False
+        self._taken.append(seconds)
+
+    @property
+    def measured_s(self) -> float | None:
+        """Median seconds of the runs that were timed last, one layer each; None without any."""
+        return median(seconds() for seconds in self._taken) if self._taken else None
+
+    def __str__(self) -> str:
+        measured_s = self.measured_s
+        measured = "" if measured_s is None else f"; measured {1e6 * measured_s:.0f} us"
+        return f"{self._describe()}{measured}"
+
+
+class ForwardNotes:
+    """What one forward pass notes in the journal of its cache: each backend once, each group once."""
+
+    def __init__(self, journal: "Journal") -> None:
+        self._journal = journal
+        self._before: dict[str, dict[Hashable, GroupNote]] = {}
+
+    def add(
+        self, backend_name: str, group: Hashable, describe: Callable[[], str], *, is_timed: bool
+    ) -> GroupNote:
+        """Notes that a group is served by a backend.
+
+        Args:
+            backend_name: The backend.
+            group: What tells the group from others; one of the forward pass before that is equal has
+                its times go on.
+            describe: See `GroupNote`.
+            is_timed: Likewise.
+        """
+        journal = self._journal
+        if backend_name not in self._before:
+            self._before[backend_name] = journal.groups.get(backend_name, {})
+            journal.groups[backend_name] = {}
+            journal.backend_steps[backend_name] += 1
+        notes = journal.groups[backend_name]
+        note = notes.get(group) or self._before[backend_name].get(group)
+        if note is None:
+            note = GroupNote(describe, is_timed=is_timed)
+        note.is_due = is_timed
+        notes[group] = note
+        return note
 
 
 class Journal:
@@ -12,16 +85,23 @@ class Journal:
 
     Attributes:
         backend_steps: Forward passes whose prefix part ran in each backend.
+        groups: For each backend, the groups of the last forward pass that it served.
         dense_reads: Per layer, how often its keys or values were put together densely.
         promoted_tokens: Tokens that rows had computed for themselves, and have come to share since.
         once_tokens: Tokens that one row computed for several.
+        reckoning: Where the constants of predictions come from.
+        times_accelerators: Whether groups are timed where that takes events; on a CPU they are.
+        has_warned: Whether it was said that nothing is shared, or that is known to the caller.
     """
 
     def __init__(self) -> None:
         self.backend_steps: Counter[str] = Counter()
+        self.groups: dict[str, dict[Hashable, GroupNote]] = {}
         self.dense_reads: Counter[int] = Counter()
+        self.reckoning = ""
+        self.times_accelerators = False
+        self.has_warned = False
         self._dense_askers: Counter[str] = Counter()
-        self._decisions: dict[str, str] = {}
         self.promoted_tokens = 0
         self.once_tokens = 0
         self._decodes: Counter[str] = Counter()
@@ -29,11 +109,6 @@ class Journal:
         # by what they say but for the numbers: how often, and the latest
         self._not_shared: Counter[str] = Counter()
         self._not_shared_last: dict[str, str] = {}
-
-    def note_backend(self, name: str, described: str) -> None:
-        """Counts one forward pass; `described` is the reckoning that led to the choice."""
-        self.backend_steps[name] += 1
-        self._decisions[name] = described
 
     def note_decode(self, reasons: list[str]) -> None:
         """Counts a kind of layer in a decode step: compiled, or in torch for these reasons."""
@@ -50,7 +125,7 @@ class Journal:
         self._not_shared_last[kind] = reason
 
     def note_dense(self, layer_idx: int, asked_by: str) -> None:
-        """Counts one dense tensor, and logs the first of each layer."""
+        """Counts one dense tensor, logs the first of each layer, warns where all are dense."""
         if not self.dense_reads[layer_idx]:
             logger.info(
                 "Layer %d: %s needs keys and values in one piece; they are built for every "
@@ -61,13 +136,31 @@ class Journal:
             )
         self.dense_reads[layer_idx] += 1
         self._dense_askers[asked_by] += 1
+        # keys and values of one forward pass may have had a reason of their own
+        if self.dense_reads[layer_idx] > 2 and not self.backend_steps:
+            self.warn_unshared(
+                f"each row reads the whole prefix by itself in every layer, since {asked_by} needs "
+                "keys and values in one piece. Load the model with attn_implementation='granikv' "
+                "where its attention allows it; cache.explain() says more."
+            )
+
+    def warn_unshared(self, why: str) -> None:
+        """Warns, once, a caller who asked for sharing that it does not happen."""
+        if not self.has_warned:
+            self.has_warned = True
+            warnings.warn(f"nothing is shared: {why}", NothingSharedWarning, stacklevel=2)
 
     def lines(self) -> list[str]:
         """The report, a fact a line."""
-        report = [
-            f"backend {name}: {count} forward passes; last: {self._decisions[name]}"
-            for name, count in sorted(self.backend_steps.items())
-        ]
+        report: list[str] = []
+        for name, count in sorted(self.backend_steps.items()):
+            head, notes = f"backend {name}: {count} forward passes; last", self.groups[name]
+            if len(notes) == 1:
+                report += [f"{head}: {note}" for note in notes.values()]
+            else:
+                report += [f"{head}, {len(notes)} groups:", *(f"  {n}" for n in notes.values())]
+        if self.reckoning:
+            report.append(f"predictions: {self.reckoning}.")
         if self.dense_reads:
             askers = ", ".join(f"{name} x{n}" for name, n in self._dense_askers.most_common(5))
             report.append(

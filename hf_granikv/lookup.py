@@ -1,7 +1,7 @@
 """Finding the longest stored chain that the ids of a row start with."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,24 @@ class PrefixLookup:
                     found.append(child)
         return best
 
+    def why_none(self, rows: Sequence[Ints], salts: Sequence[str | None]) -> str:
+        """Says how near the rows come to a prefix under their salts, where none starts with one."""
+        best, of, at = 0, 0, None
+        for i, (row, salt) in enumerate(zip(rows, salts, strict=True)):
+            for level in self._by_digest.values():
+                if level.salt == salt and level.parent is None:
+                    num_common = _num_common(row, level.chain_ids)
+                    if at is None or num_common > best:
+                        best, of, at = num_common, level.num_tokens, i
+        if at is None:
+            return f"no prefix is held under the salt of any of the {len(rows)} rows bound."
+        return (
+            f"none of the {len(rows)} rows bound starts with a prefix that is held; the nearest, row "
+            f"{at}, has its first {best} tokens in common with one of {of}. Text that ends a prefix "
+            "may be cut into other tokens where more text follows; end it in a line break, or "
+            "concatenate ids."
+        )
+
     def leaves(self, rows: Iterable[Ints], salts: Iterable[str | None]) -> list[Prefix | None]:
         """The longest chain of each row under its salt."""
         return [self.longest(row, salt) for row, salt in zip(rows, salts, strict=True)]
@@ -58,3 +76,9 @@ class PrefixLookup:
 
 def _rank(leaf: Prefix) -> tuple[int, int]:
     return leaf.stop, -len(leaf.chain)
+
+
+def _num_common(a: Ints, b: Ints) -> int:
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.batch_rows import ParkedRow
+from hf_granikv.dispatch import constants_for
 from hf_granikv.dispatch.fusing import FusingCost, fusing_cost, is_short
 from hf_granikv.layer import check_same_kind
 from hf_granikv.pools import Prefix
@@ -119,8 +120,9 @@ def _cost(
         gqa_ratio=max(1, num_q_heads // num_kv_heads),
         head_dim=keys.shape[2],
         dtype_bytes=keys.element_size(),
+        dtype=str(keys.dtype).removeprefix("torch."),
     )
-    return fusing_cost(shape, device_type=keys.device.type, backends=BACKENDS)
+    return fusing_cost(shape, constants=constants_for(keys.device), backends=BACKENDS)
 
 
 def _with_parent(

@@ -1,8 +1,13 @@
 """Attention of one layer in one forward pass: prefixes once per group, suffix per row, merged."""
 
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+
 import torch
 from torch import Tensor
 
+from hf_granikv.journal import GroupNote
 from hf_granikv.kernels.decode_attention import GroupStates
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import suffix_attention
@@ -95,11 +100,34 @@ def _of_part(
             fringe = slice(view.fringe_start - start, common)
             states.append(_of_fringe(query, keys[:, fringe], values[:, fringe], work, rule))
         keys, values = keys[:, common:], values[:, common:]
-    if work.backend is not None:
-        states.append(
-            work.backend.pieces(query, keys, values, scale=rule.scale, softcap=rule.softcap)
-        )
+    if (backend := work.backend) is not None:
+        options = {"scale": rule.scale, "softcap": rule.softcap}
+        if (note := work.note) is not None and note.is_due:
+            run = partial(backend.pieces, query, keys, values, **options)
+            states.append(_timed(run, note, query))
+        else:
+            states.append(backend.pieces(query, keys, values, **options))
     return states
+
+
+def _timed(run: Callable[[], AttentionState], note: GroupNote, query: Tensor) -> AttentionState:
+    if query.is_cpu:
+        start = perf_counter()
+        state = run()
+        seconds = perf_counter() - start
+        note.took(lambda: seconds)
+        return state
+    before, after = (torch.Event(query.device, enable_timing=True) for _ in range(2))
+    before.record()
+    state = run()
+    after.record()
+    note.took(partial(_between_s, before, after))
+    return state
+
+
+def _between_s(before: torch.Event, after: torch.Event) -> float:
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
 
 
 def _of_fringe(

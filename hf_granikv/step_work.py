@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_granikv.backends import BACKENDS, PrefixBackend
 from hf_granikv.dispatch import Decision, Dispatcher
+from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
 from hf_granikv.views import GroupShape, LayerStep, PrefixPart
@@ -43,6 +44,7 @@ class PartWork:
     backend: PrefixBackend | None
     view: PrefixView | None
     fringe_mask: SuffixMask | None
+    note: GroupNote | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def _spans(mask: Tensor | None, start: int, width: int, num_rows: int) -> NDArra
 
 
 def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule) -> PartWork:
-    part, plan, view, backend = step.parts[part_idx], step.plan, None, None
+    part, plan, view, backend, note = step.parts[part_idx], step.plan, None, None, None
     group, common_start = part.group, part.start
     if step.window is not None:
         view = prefix_view(part, plan, step.window)
@@ -133,20 +135,28 @@ def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule
     num_rows = len(query) if group.rows is None else len(group.rows)
     if group.stop > common_start:
         shape = _group_shape(query, part, num_rows, group.stop - common_start, rule)
-        decision = _dispatcher(plan.dispatch).choose(shape, query.device.type)
-        _note(step, decision.backend_name, _described(shape, decision))
+        decision = _dispatcher(plan.dispatch).choose(shape, str(query.device))
+        plan.journal.reckoning = decision.origin
+        note = _notes(step).add(
+            decision.backend_name,
+            (part_idx, shape),
+            partial(_described, shape, decision),
+            is_timed=query.is_cpu or plan.journal.times_accelerators,
+        )
         backend = BACKENDS[decision.backend_name]
     fringe_mask = None if view is None else _ready(view.fringe_mask, query)
     if view is not None and fringe_mask is not None:
         num_tokens = common_start - view.fringe_start
         shape = _group_shape(query, part, num_rows, num_tokens, rule)
-        _note(step, "per_row", f"{_sized(shape)} that only some rows still see")
+        described = f"{_sized(shape)} that only some rows still see"
+        fringe = (part_idx, shape, "fringe")
+        _notes(step).add("per_row", fringe, lambda: described, is_timed=False)
     row_map = None
     if group.rows is not None:
         row_map = np.full(plan.num_rows, -1, dtype=np.int64)
         row_map[group.rows] = np.arange(num_rows)
     rows = _index(group.rows, query.device)
-    return PartWork(part_idx, rows, row_map, backend, view, fringe_mask)
+    return PartWork(part_idx, rows, row_map, backend, view, fringe_mask, note)
 
 
 def _index(rows: NDArray[np.int64] | None, device: torch.device) -> slice | Tensor | None:
@@ -177,15 +187,17 @@ def _group_shape(
         head_dim=head_dim,
         dtype_bytes=part.keys.element_size(),
         is_capped=rule.softcap is not None,
+        dtype=str(part.keys.dtype).removeprefix("torch."),
     )
 
 
-def _note(step: LayerStep, backend_name: str, described: str) -> None:
-    """Counts a backend once per forward pass, whatever the number of layers and kinds."""
-    noted = step.plan.scratch.setdefault("noted backends", set())
-    if backend_name not in noted:
-        noted.add(backend_name)
-        step.plan.journal.note_backend(backend_name, described)
+def _notes(step: LayerStep) -> ForwardNotes:
+    """What this forward pass notes, whatever the number of layers and kinds."""
+    scratch = step.plan.scratch
+    notes: ForwardNotes | None = scratch.get("notes")
+    if notes is None:
+        notes = scratch["notes"] = ForwardNotes(step.plan.journal)
+    return notes
 
 
 @cache

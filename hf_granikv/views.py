@@ -85,6 +85,8 @@ class GroupShape:
         head_dim: Width of one head.
         dtype_bytes: Bytes per stored number.
         is_capped: Whether the scores are soft-capped.
+        dtype: Torch's name of the stored numbers, without `torch.`; the usual one of so many bytes
+            if it is not given.
     """
 
     num_rows: int
@@ -95,6 +97,17 @@ class GroupShape:
     head_dim: int
     dtype_bytes: int
     is_capped: bool = False
+    dtype: str = ""
+
+    @property
+    def dtype_name(self) -> str:
+        """Torch's name of the stored numbers, without `torch.`."""
+        return self.dtype or ("bfloat16" if self.dtype_bytes == 2 else "float32")
+
+    @property
+    def num_queries(self) -> int:
+        """Query vectors, of all heads together."""
+        return self.num_rows * self.q_len * self.num_kv_heads * self.gqa_ratio
 
 
 @dataclass(frozen=True, slots=True, eq=False)

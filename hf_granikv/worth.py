@@ -7,6 +7,7 @@ import torch
 from hf_granikv.announce import device_of_ids, transformers_model
 from hf_granikv.attention import ATTENTION_NAME
 from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch import constants_for
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, level_gain_s
 from hf_granikv.views import GroupShape
 
@@ -50,7 +51,7 @@ class Worth:
             hidden_size=self._model.config.get_text_config(decoder=True).hidden_size,
             num_saved=num_saved,
             num_steps=num_steps,
-            device_type=device_of_ids(self._model).type,
+            constants=constants_for(device_of_ids(self._model)),
             backends=BACKENDS,
         )
         if gain_s > 0:
@@ -74,6 +75,7 @@ def step_shape(model: Any, num_rows: int, num_tokens: int) -> GroupShape:
         gqa_ratio=num_q_heads // num_kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_q_heads,
         dtype_bytes=model.dtype.itemsize,
+        dtype=str(model.dtype).removeprefix("torch."),
     )
 
 

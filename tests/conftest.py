@@ -7,6 +7,8 @@ from families import DENSE_ROUTE, HYBRIDS, LOCAL, REFUSED, SHARED_PATH
 from hypothesis import settings
 from transformers import PreTrainedModel
 
+from hf_granikv.dispatch import device_constants
+
 # tiny tensors: threads only cost here, and one thread makes sums reproducible
 torch.set_num_threads(1)
 settings.register_profile(
@@ -15,6 +17,13 @@ settings.register_profile(
 settings.load_profile("hf_granikv")
 
 POISONED_ROOMS = {"pools", "kernels"}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What this machine was measured to do changes no test."""
+    nowhere = tmp_path_factory.mktemp("home")
+    device_constants.user_folder = lambda: nowhere
 
 
 @pytest.fixture(autouse=True)

@@ -138,7 +138,9 @@ ARROWS: dict[str, set[str]] = {
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
     "bench": {"demo_model", "live_rows"},
-    "cli": {"bench", "demo", "demo_model"},
+    "calibrating": {"backends", "dispatch", "kernels"},
+    "explaining": {"backends", "calibrating", "dispatch", "layer_kinds"},
+    "cli": {"bench", "calibrating", "demo", "demo_model", "dispatch", "explaining"},
 }
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
@@ -146,7 +148,7 @@ WITHOUT_TRANSFORMERS = {
     *("batch_rows", "packed_tensors", "held_prefixes", "level_cuts", "lookup", "row_prefixes"),
     *("step_attention", "step_work", "gradients"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
-    *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels"),
+    *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels", "calibrating"),
 }
 
 
@@ -211,6 +213,14 @@ def test_imports_inside_the_engine_follow_the_arrows(name: str) -> None:
     assert inside <= ENGINE_ARROWS[name]
     if name in ("schedule", "preemption", "figures"):
         assert "torch" not in modules
+
+
+@pytest.mark.parametrize("name", ["roofline", "known_devices", "calibration_file", "fit"])
+def test_what_is_predicted_from_numbers_needs_no_torch(name: str) -> None:
+    modules = imported_modules(PACKAGE / "dispatch" / f"{name}.py")
+    assert "torch" not in modules
+    inside = {m.split(".")[2] for m in modules if m.startswith("hf_granikv.dispatch.")}
+    assert inside <= {"roofline"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))

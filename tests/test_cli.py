@@ -2,9 +2,12 @@ import importlib.util
 import subprocess
 
 import pytest
+from families import LOCAL, SHARED_PATH
 
 import hf_granikv
 from hf_granikv import cli, demo_model
+from hf_granikv.dispatch import calibration, device_constants
+from hf_granikv.dispatch.calibration_file import read_calibration
 
 
 @pytest.fixture
@@ -123,3 +126,128 @@ def test_unreachable_hub_is_noticed_quickly(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert not demo_model._is_hub_reachable()
+
+
+# ---- calibrate
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Small operands, and a home of its own for what comes out."""
+    monkeypatch.setattr(calibration, "STORE_BYTES", 16 << 20)
+    monkeypatch.setattr(calibration, "_AT_LEAST", 8)
+    monkeypatch.setattr(calibration, "_MAX_PRODUCTS", 1 << 22)
+    monkeypatch.setattr(device_constants, "user_folder", lambda: tmp_path)
+    device_constants._constants.cache_clear()
+    yield tmp_path
+    device_constants._constants.cache_clear()
+
+
+def test_calibrate_measures_and_its_file_is_used_from_then_on(quick, capsys):
+    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
+
+    (path,) = (quick / "calibration").iterdir()
+    report = capsys.readouterr().out
+    assert f"saved as {path}, which is used from now on" in report
+    for fact in ("launch ", "reading ", "merging ", "gathering ", "bfloat16, matrix product"):
+        assert fact in report
+    assert "between ranks" not in report
+    found = device_constants.constants_for("cpu")
+    assert found == read_calibration(path).constants
+    assert cli.main(["explain", "smollm2-135m", "--device", "cpu"]) == 0
+    assert "measured by granikv calibrate" in capsys.readouterr().out
+
+
+def test_calibrate_writes_where_it_is_told_to(quick, capsys):
+    out = quick / "sub" / "here.json"
+    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1", "--out", str(out)]) == 0
+    assert read_calibration(out).threads > 0
+    assert "used from now on" not in capsys.readouterr().out
+    assert not (quick / "calibration").exists()
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan", "1e9"])
+def test_a_time_that_is_none_is_refused(seconds, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["calibrate", f"--seconds={seconds}"])
+    assert f"'{seconds}' is no number of seconds from 1 to 3600" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_here_is_named_in_one_line(capsys):
+    assert cli.main(["calibrate", "--device", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("granikv calibrate: --device nowhere cannot be used here")
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_said_in_one_line(quick, capsys):
+    (quick / "file").write_text("")
+    out = str(quick / "file" / "below.json")
+    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1", "--out", out]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- explain
+
+
+def explain(capsys, *argv):
+    assert cli.main(["explain", *argv]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", ["a100", "H100", "h200"])
+def test_explain_says_that_a_card_was_not_measured(device, capsys):
+    text = explain(capsys, "llama-3.1-8b", "--prefix", "16384", "--device", device)
+    assert f"NVIDIA {device.upper()}" in text
+    assert "predicted on paper, not measured" in text
+    assert "16 rows over 16384 shared tokens, 64 private tokens each" in text
+    for name in ("cascade", "batched_gemm", "per_row", "DynamicCache"):
+        assert name in text
+    assert "-bound" in text
+    assert "prefix 2,147,483,648, rows 134,217,728" in text
+
+
+def test_explain_reads_a_config(tmp_path, capsys):
+    config = SHARED_PATH["llama"].config()
+    config.save_pretrained(tmp_path)
+    for given in (tmp_path, tmp_path / "config.json"):
+        text = explain(capsys, str(given), "--device", "h100", "--dtype", "float32")
+        assert "2 layers with 4 query and 2 key/value heads of 8, float32" in text
+
+
+def test_explain_tells_kinds_of_layers_apart(tmp_path, capsys):
+    LOCAL["gemma2"].config().save_pretrained(tmp_path)
+    text = explain(capsys, str(tmp_path), "--device", "h100", "--prefix", "64", "--suffix", "90")
+    assert "layers that see " in text
+    assert "no token of the prefix is seen any more" in text
+    assert "cascade" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["/nonexistent/model"], "give the path of its config.json, or one of smollm2-135m"),
+        (["qwen3-8b", "--device", "abacus"], "known on paper: a100, h100, h200"),
+    ],
+    ids=["model", "device"],
+)
+def test_explain_says_what_it_knows(monkeypatch, capsys, argv, text):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["explain", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("granikv explain: ")
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_explain_refuses_models_whose_attention_it_does_not_know(tmp_path, capsys):
+    SHARED_PATH["deepseek_v3"].config().save_pretrained(tmp_path)
+    assert cli.main(["explain", str(tmp_path)]) == 2
+    assert "latents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--rows", "--prefix", "--suffix"])
+def test_explain_wants_counts(option, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "qwen3-8b", f"{option}=0"])
+    assert f"{option}: '0' is no whole number of 1 or more" in capsys.readouterr().err

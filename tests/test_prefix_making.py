@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch.device_constants import amx_table
 from hf_granikv.dispatch.fusing import fusing_cost
+from hf_granikv.dispatch.known_devices import AVX2
+from hf_granikv.dispatch.roofline import DeviceConstants
 from hf_granikv.views import GroupShape
 
 ROOT, LONG, TIP = tokens(4, seed=1), tokens(40, seed=2), tokens(6, seed=3)
@@ -81,10 +84,13 @@ def test_a_parent_goes_when_nobody_holds_or_extends_it(
     assert cache.stats().hot_bytes == 0
 
 
-def test_copies_do_not_pay_where_the_tokens_are_many_or_merges_cheap() -> None:
-    cost = fusing_cost(SHAPE, device_type="cpu", backends=BACKENDS)
+@pytest.mark.parametrize("constants", [AVX2, amx_table()], ids=lambda found: found.name)
+def test_copies_do_not_pay_where_the_tokens_are_many_or_merges_cheap(
+    constants: DeviceConstants,
+) -> None:
+    cost = fusing_cost(SHAPE, constants=constants, backends=BACKENDS)
     assert cost.pays
-    many = fusing_cost(replace(SHAPE, prefix_len=4096), device_type="cpu", backends=BACKENDS)
+    many = fusing_cost(replace(SHAPE, prefix_len=4096), constants=constants, backends=BACKENDS)
     assert not many.pays
     assert many.apart_s > cost.apart_s
 

@@ -77,10 +77,25 @@ def of_rows(out: Tensor, lse: Tensor, num_rows: int) -> AttentionState:
     )
 
 
-def attention_flops(shape: GroupShape) -> float:
-    """Counts the products of scores and outputs, two operations per multiply-add."""
-    num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
-    return 4.0 * shape.num_kv_heads * num_queries * shape.prefix_len * shape.head_dim
+def attention_work(shape: GroupShape, *, launches: int, tile_rows: int, num_reads: int = 1) -> Work:
+    """Counts what attention to a prefix takes, two operations per multiply-add.
+
+    Args:
+        shape: The group's matrix problem.
+        launches: Torch operations started.
+        tile_rows: Query rows that share one read of a key.
+        num_reads: How often the prefix is read.
+    """
+    num_scores = float(shape.num_queries * shape.prefix_len)
+    return Work(
+        flops=4.0 * num_scores * shape.head_dim,
+        bytes=num_reads * prefix_bytes(shape),
+        launches=launches,
+        tile_rows=tile_rows,
+        stored_bytes=prefix_bytes(shape),
+        num_scores=num_scores,
+        num_outputs=float(shape.num_queries * shape.head_dim),
+    )
 
 
 def prefix_bytes(shape: GroupShape) -> float:

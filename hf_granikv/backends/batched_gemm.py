@@ -6,10 +6,9 @@ from torch import Tensor
 
 from hf_granikv.backends.base import (
     PrefixBackend,
-    attention_flops,
+    attention_work,
     of_rows,
     pack_queries,
-    prefix_bytes,
 )
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.shared_attention import gemm_shared_attention
@@ -27,8 +26,8 @@ class BatchedGemmBackend(PrefixBackend):
 
     def work(self, shape: GroupShape) -> Work:
         """Counts one read of the prefix; launches are those of a single tile."""
-        num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
-        return Work(attention_flops(shape), prefix_bytes(shape), 8, num_queries)
+        tile_rows = shape.num_queries // shape.num_kv_heads
+        return attention_work(shape, launches=8, tile_rows=tile_rows)
 
     def pieces(
         self,

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from hf_granikv.backends.base import (
     PrefixBackend,
-    attention_flops,
+    attention_work,
     of_rows,
     pack_queries,
-    prefix_bytes,
 )
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.shared_attention import flash_shared_attention
@@ -30,8 +29,8 @@ class CascadeBackend(PrefixBackend):
 
     def work(self, shape: GroupShape) -> Work:
         """Counts one read of the prefix; the launches are pack, attend and two unpacks."""
-        num_queries = shape.num_rows * shape.gqa_ratio * shape.q_len
-        return Work(attention_flops(shape), prefix_bytes(shape), 4, num_queries)
+        tile_rows = shape.num_queries // shape.num_kv_heads
+        return attention_work(shape, launches=4, tile_rows=tile_rows)
 
     def pieces(
         self,

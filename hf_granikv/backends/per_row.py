@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_granikv.backends.base import PrefixBackend, attention_flops, prefix_bytes
+from hf_granikv.backends.base import PrefixBackend, attention_work
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.views import AttentionState, GroupShape
@@ -17,8 +17,8 @@ class PerRowBackend(PrefixBackend):
 
     def work(self, shape: GroupShape) -> Work:
         """Counts one read of the prefix per row."""
-        num_bytes = shape.num_rows * prefix_bytes(shape)
-        return Work(attention_flops(shape), num_bytes, 2, shape.gqa_ratio * shape.q_len)
+        tile_rows = shape.gqa_ratio * shape.q_len
+        return attention_work(shape, launches=2, tile_rows=tile_rows, num_reads=shape.num_rows)
 
     def pieces(
         self,

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from hf_granikv.dispatch.roofline import DeviceConstants, Work, constants_for, predict_s
+from hf_granikv.dispatch.device_constants import constants_for
+from hf_granikv.dispatch.roofline import DeviceConstants, Work, predict_all, regime_of
 from hf_granikv.views import GroupShape
 
 _HYSTERESIS = 0.10
@@ -28,13 +29,16 @@ class Decision:
         backend_name: Key of the chosen backend.
         predicted_s: Predicted seconds per layer of every backend that can run.
         refused: Reasons of every backend that cannot.
-        regime: What limits the chosen backend: `"compute"`, `"memory"` or `"launch"`.
+        regime: What limits the chosen backend: `"compute"`, `"memory"`, `"launch"` or
+            `"communication"`.
+        origin: Where the constants of the prediction come from.
     """
 
     backend_name: str
     predicted_s: dict[str, float]
     refused: dict[str, list[str]]
     regime: str
+    origin: str
 
 
 class Dispatcher:
@@ -43,7 +47,7 @@ class Dispatcher:
     Args:
         choice: `"auto"` or the name of one of the backends.
         backends: Backends by name.
-        constants: What the device can do; None takes the built-in table of the device type.
+        constants: What the device can do; None takes its calibration, or a built-in table.
 
     Raises:
         ValueError: `choice` names no backend.
@@ -63,40 +67,40 @@ class Dispatcher:
         self._backends = backends
         self._constants = constants
         self._decisions: dict[tuple, Decision] = {}
-        self._last_name: dict[tuple, str] = {}
+        self._last: dict[tuple, tuple[str, int]] = {}
 
-    def choose(self, shape: GroupShape, device_type: str) -> Decision:
+    def choose(self, shape: GroupShape, device: str) -> Decision:
         """Decides which backend serves a group of this shape.
 
         Prefix lengths that agree in their four leading bits share a decision, so a step in which
-        little has moved costs one dictionary lookup. The earlier choice for the same rows stays
-        unless another is predicted to be more than 10 % faster.
+        little has moved costs one dictionary lookup. The earlier choice for as many rows over about
+        as many tokens stays unless another is predicted to be more than 10 % faster.
 
         Args:
             shape: The group's matrix problem.
-            device_type: Such as `"cpu"`; picks the built-in constants if none were given.
+            device: Such as `"cpu"` or `"cuda:0"`; picks the constants if none were given.
 
         Raises:
             ValueError: The backend asked for cannot serve the group, or none can.
         """
-        family = replace(shape, prefix_len=0), device_type
+        family = replace(shape, prefix_len=0), device
         key = (family, _length_bucket(shape.prefix_len))
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decide(shape, device_type, self._last_name.get(family))
+            name, prefix_len = self._last.get(family, ("", 0))
+            # another prefix altogether tells nothing
+            is_near = prefix_len <= 2 * shape.prefix_len <= 4 * prefix_len
+            decision = self._decide(shape, device, name if is_near else None)
             self._decisions[key] = decision
-        self._last_name[family] = decision.backend_name
+        self._last[family] = decision.backend_name, shape.prefix_len
         return decision
 
-    def _decide(self, shape: GroupShape, device_type: str, earlier: str | None) -> Decision:
-        constants = self._constants or constants_for(device_type)
+    def _decide(self, shape: GroupShape, device: str, earlier: str | None) -> Decision:
+        constants = self._constants or constants_for(device)
         reasons = {name: b.unsupported_reasons(shape) for name, b in self._backends.items()}
         refused = {name: why for name, why in reasons.items() if why}
-        predicted_s = {
-            name: predict_s(backend.work(shape), constants, name)
-            for name, backend in self._backends.items()
-            if name not in refused
-        }
+        works = {n: b.work(shape) for n, b in self._backends.items() if n not in refused}
+        predicted_s = predict_all(works, constants, shape.dtype_name)
         if self.choice in refused or not predicted_s:
             why = "; ".join(f"{name}: {', '.join(listed)}" for name, listed in refused.items())
             raise ValueError(
@@ -110,8 +114,8 @@ class Dispatcher:
                 predicted_s[name], predicted_s[earlier]
             ):
                 name = earlier
-        regime = _regime(self._backends[name].work(shape), constants, predicted_s[name])
-        return Decision(name, predicted_s, refused, regime)
+        regime = regime_of(works[name], constants, name, shape.dtype_name)
+        return Decision(name, predicted_s, refused, regime, constants.origin)
 
 
 def _is_clearly_faster(new_s: float, earlier_s: float) -> bool:
@@ -121,10 +125,3 @@ def _is_clearly_faster(new_s: float, earlier_s: float) -> bool:
 def _length_bucket(prefix_len: int) -> int:
     shift = max(0, prefix_len.bit_length() - 4)
     return prefix_len >> shift << shift
-
-
-def _regime(work: Work, constants: DeviceConstants, predicted_s: float) -> str:
-    if work.launches * constants.launch_s > predicted_s / 2:
-        return "launch"
-    is_memory = work.flops < work.bytes * constants.ridge_flops_per_byte
-    return "memory" if is_memory else "compute"

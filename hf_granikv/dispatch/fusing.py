@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_granikv.dispatch.dispatcher import Candidate
-from hf_granikv.dispatch.roofline import constants_for, predict_s
+from hf_granikv.dispatch.roofline import DeviceConstants, call_s, predict_all
 from hf_granikv.views import GroupShape
 
-# a level read apart needs, besides its backend, one merge more
-MERGE_LAUNCHES = 6
 # groups that are taken to read the level at the same time: each would read its own copy of it
 _SIBLINGS = 8
 # what copies may add to the bytes of a prefix
@@ -34,28 +32,29 @@ class FusingCost:
 
 
 def fusing_cost(
-    shape: GroupShape, *, device_type: str, backends: Mapping[str, Candidate]
+    shape: GroupShape, *, constants: DeviceConstants, backends: Mapping[str, Candidate]
 ) -> FusingCost:
     """Weighs one more level against copies of it.
 
     Args:
         shape: One row over the tokens before.
-        device_type: Such as `"cpu"`; picks the built-in constants.
+        constants: Of the device.
         backends: Backends by name.
     """
-    constants = constants_for(device_type)
     together = replace(shape, num_rows=_SIBLINGS)
-
-    def best_s(of: GroupShape, launches: int) -> float:
-        return min(
-            predict_s(replace(backend.work(of), launches=launches), constants, name)
-            for name, backend in backends.items()
-            if not backend.unsupported_reasons(of)
-        )
-
-    launches = min(backend.work(shape).launches for backend in backends.values())
-    apart_s = best_s(together, launches + MERGE_LAUNCHES)
-    return FusingCost(apart_s, _SIBLINGS * best_s(shape, 0))
+    able = {n: b for n, b in backends.items() if not b.unsupported_reasons(together)}
+    dtype = shape.dtype_name
+    # a level read apart needs, besides its backend, one merge more
+    merge_s = constants.merge.predict_s(4.0 * together.num_queries * together.head_dim)
+    works = {name: backend.work(together) for name, backend in able.items()}
+    apart_s = min(predict_all(works, constants, dtype).values()) + merge_s
+    works = {name: backend.work(shape) for name, backend in able.items()}
+    # what a call costs is paid for the rest of the prefix anyway
+    fused_s = min(
+        seconds - call_s(works[name], constants, name, dtype)
+        for name, seconds in predict_all(works, constants, dtype).items()
+    )
+    return FusingCost(apart_s, _SIBLINGS * fused_s)
 
 
 def is_short(num_before: int, num_tokens: int) -> bool:

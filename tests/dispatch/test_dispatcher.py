@@ -1,16 +1,27 @@
+import time
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch import Dispatcher
+from hf_granikv.dispatch.device_constants import amx_table
+from hf_granikv.dispatch.known_devices import AVX2
 from hf_granikv.dispatch.roofline import DeviceConstants, Work
 from hf_granikv.views import GroupShape
 
 SHAPE = GroupShape(
     num_rows=16, q_len=1, prefix_len=1000, num_kv_heads=3, gqa_ratio=3, head_dim=64, dtype_bytes=4
 )
-ONE_FLOP_A_SECOND = DeviceConstants(1.0, 1e30, 0.0)
+
+
+def device(flops_per_s: float, bytes_per_s: float, launch_s: float) -> DeviceConstants:
+    return DeviceConstants.from_peaks(
+        {"float32": flops_per_s}, bandwidth_bytes_per_s=bytes_per_s, launch_s=launch_s
+    )
+
+
+ONE_FLOP_A_SECOND = device(1.0, 1e30, 0.0)
 
 
 @dataclass
@@ -109,9 +120,9 @@ def test_an_unknown_choice_names_the_known_ones():
 @pytest.mark.parametrize(
     ("constants", "regime"),
     [
-        (DeviceConstants(1.0, 1e30, 0.0), "compute"),
-        (DeviceConstants(1e30, 1.0, 0.0), "memory"),
-        (DeviceConstants(1e30, 1e30, 1.0), "launch"),
+        (device(1.0, 1e30, 0.0), "compute"),
+        (device(1e30, 1.0, 0.0), "memory"),
+        (device(1e30, 1e30, 1.0), "launch"),
     ],
     ids=["compute", "memory", "launch"],
 )
@@ -125,7 +136,57 @@ def test_the_regime_names_the_bound(constants, regime):
     ("rows", "prefix_len", "expected"),
     [(1, 128, "per_row"), (1, 4096, "per_row"), (16, 4096, "cascade"), (64, 512, "cascade")],
 )
-def test_a_cpu_shares_from_a_few_rows_on(rows, prefix_len, expected):
+def test_a_cpu_with_avx2_shares_from_a_few_rows_on(rows, prefix_len, expected):
     shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len)
 
-    assert Dispatcher(backends=BACKENDS).choose(shape, "cpu").backend_name == expected
+    dispatcher = Dispatcher(backends=BACKENDS, constants=AVX2)
+
+    assert dispatcher.choose(shape, "cpu").backend_name == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "prefix_len", "dtype", "expected"),
+    [
+        (1, 16, "float32", "per_row"),
+        (1, 128, "bfloat16", "per_row"),
+        (16, 4096, "float32", "cascade"),
+        (16, 4096, "bfloat16", "cascade"),
+        (64, 1024, "bfloat16", "cascade"),
+    ],
+)
+def test_the_table_of_a_cpu_with_amx_shares_where_that_was_measured(
+    rows, prefix_len, dtype, expected
+):
+    shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len, dtype=dtype)
+
+    dispatcher = Dispatcher(backends=BACKENDS, constants=amx_table())
+
+    assert dispatcher.choose(shape, "cpu").backend_name == expected
+
+
+def test_another_prefix_altogether_is_no_earlier_choice():
+    dispatcher = fakes(Fake({64: 1.0, 4096: 2.0}), Fake({64: 2.0, 4096: 1.95}))
+    assert dispatcher.choose(replace(SHAPE, prefix_len=64), "cpu").backend_name == "a"
+
+    assert dispatcher.choose(replace(SHAPE, prefix_len=4096), "cpu").backend_name == "b"
+
+
+def test_a_decision_says_where_its_numbers_come_from():
+    dispatcher = Dispatcher(backends=BACKENDS, constants=AVX2)
+
+    assert dispatcher.choose(SHAPE, "cpu").origin.startswith("built-in table")
+
+
+@pytest.mark.parametrize("constants", [AVX2, amx_table()], ids=["by roofline", "by measured cost"])
+def test_a_choice_takes_less_than_fifty_microseconds(constants):
+    """The fastest of many: what else runs on the machine is not the dispatcher's."""
+    new_us, known_us = [], []
+    for i in range(300):
+        dispatcher = Dispatcher(backends=BACKENDS, constants=constants)
+        for taken in (new_us, known_us):
+            start = time.perf_counter()
+            dispatcher.choose(replace(SHAPE, prefix_len=1000 + i), "cpu")
+            taken.append(1e6 * (time.perf_counter() - start))
+
+    assert min(new_us) < 50
+    assert min(known_us) < 10

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch.known_devices import AVX2
 from hf_granikv.dispatch.sharing import level_gain_s, sharing_gain_s
 from hf_granikv.views import GroupShape
 
@@ -18,7 +19,7 @@ def gain_s(shape: GroupShape, num_steps: int, hidden_size: int = 576) -> float:
         shape,
         hidden_size=hidden_size,
         num_steps=num_steps,
-        device_type="cpu",
+        constants=AVX2,
         backends=BACKENDS,
     )
 
@@ -77,7 +78,7 @@ def level_us(num_rows: int, num_tokens: int, *, num_saved: int = 0, num_steps: i
         hidden_size=576,
         num_saved=num_saved,
         num_steps=num_steps,
-        device_type="cpu",
+        constants=AVX2,
         backends=BACKENDS,
     )
 

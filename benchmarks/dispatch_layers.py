@@ -1,0 +1,87 @@
+"""What some layers of a model hold, for attention to be timed without the model."""
+
+from functools import partial
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch.calibration import places
+from hf_granikv.journal import Journal
+from hf_granikv.pools.cold import ColdPool
+from hf_granikv.step_attention import step_attention
+from hf_granikv.step_work import ScoreRule
+from hf_granikv.views import GroupShape, LayerStep, PrefixGroup, PrefixPart, PrivateTokens, StepPlan
+
+# private tokens of several layers may take so much
+POOL_BYTES = 64 << 20
+
+
+class Layers:
+    """What some layers hold: enough of them that each run finds another one, in no cache."""
+
+    def __init__(self, shape: GroupShape, suffix_len: int, store: Tensor) -> None:
+        rows, heads, width = shape.num_rows, shape.num_kv_heads, shape.head_dim
+        query = torch.randn(rows, 1, heads * shape.gqa_ratio, width)
+        self.query = query.to(store.dtype).transpose(1, 2)
+        group = PrefixGroup(rows=None, depth=0, start=0, stop=shape.prefix_len)
+        self.parts = [
+            PrefixPart(group, *pair, 0)
+            for pair in places(store, (2, heads, shape.prefix_len, width))
+        ]
+        size = (2, rows, heads, suffix_len, width)
+        suffixes = places(store, size)[
+            : max(2, POOL_BYTES // (torch.Size(size).numel() * store.itemsize))
+        ]
+        self.num_layers = len(suffixes)
+        self.pool = ColdPool(self.num_layers)
+        self.pool.begin(rows)
+        write = self.pool.extend(np.full(rows, suffix_len), None)
+        for layer_idx, pair in enumerate(suffixes):
+            self.pool.write(layer_idx, write, *pair)
+        self.rule = ScoreRule(width**-0.5, None, None)
+        self.turns = count()
+
+    def attend(self, plan: StepPlan, turn: int | None = None) -> Tensor:
+        """Our attention of a layer, of the next one if none is given."""
+        turn = next(self.turns) if turn is None else turn
+        layer_idx, part = turn % self.num_layers, self.parts[turn % len(self.parts)]
+        storages = self.pool.storage(layer_idx)
+        assert storages is not None
+        read = partial(self.pool.read, layer_idx)
+        table = self.pool.table
+        private = PrivateTokens(storages, table.slots, table.max_length, read)
+        return step_attention(self.query, LayerStep(layer_idx, plan, (part,), private), self.rule)
+
+    def attend_prefix(self, backend_name: str) -> None:
+        """The prefix part of the next layer alone."""
+        part = self.parts[next(self.turns) % len(self.parts)]
+        BACKENDS[backend_name].pieces(self.query, part.keys, part.values, scale=self.rule.scale)
+
+    def dense(self) -> list[Tensor]:
+        """Keys and values of layer 0, `[rows, num_kv_heads, prefix_len + suffix_len, head_dim]`."""
+        shared = self.parts[0].keys, self.parts[0].values
+        return [
+            torch.cat([prefix.expand(len(own), -1, -1, -1), own], 2)
+            for prefix, own in zip(shared, self.pool.read(0), strict=True)
+        ]
+
+
+def plan_of(shape: GroupShape, suffix_len: int, dispatch: str) -> StepPlan:
+    return StepPlan(
+        num_rows=shape.num_rows,
+        q_len=1,
+        prefix_lens=np.full(shape.num_rows, shape.prefix_len),
+        kv_len=shape.prefix_len + suffix_len,
+        suffix_mask=None,
+        positions=np.full((shape.num_rows, 1), shape.prefix_len + suffix_len - 1),
+        is_token=np.ones((shape.num_rows, 1), dtype=bool),
+        column_index=None,
+        dense_reason=None,
+        dense_refusal=None,
+        is_unmasked=False,
+        dispatch=dispatch,
+        journal=Journal(),
+    )

@@ -1,0 +1,135 @@
+"""What `granikv calibrate` does: measures the device and keeps the result for every later run."""
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hf_granikv.backends import BACKENDS
+from hf_granikv.dispatch.calibration import Run, calibrate, measured_link
+from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
+from hf_granikv.dispatch.device_constants import calibration_path
+from hf_granikv.kernels.decode_attention import (
+    DecodeAttention,
+    GroupStates,
+    unsupported_reasons,
+)
+from hf_granikv.kernels.merge_states import merge_states
+from hf_granikv.views import AttentionState, PrivateTokens
+
+# rows of the table: one, a few, and many query rows that share a read
+_SHOWN_TILES = (1, 8, 64, 512)
+
+
+def usable_device(name: str | None) -> torch.device:
+    """Gives the device of this name; None takes the accelerator if there is one, else the CPU.
+
+    Raises:
+        ValueError: If it cannot be used.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    # a build without the device asserts
+    except (AssertionError, RuntimeError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"--device {name} cannot be used here ({first_line}); give cpu, or leave it out."
+        ) from error
+    return device
+
+
+def run_calibration(device: torch.device, budget_s: float, out: str | None) -> list[str]:
+    """Measures a device and writes its file; under torchrun, the link between the ranks as well.
+
+    Args:
+        device: The device.
+        budget_s: Seconds to spend, about.
+        out: File to write; None for the one that is read automatically.
+
+    Returns:
+        The report, a fact a line; nothing on ranks after the first, which only answer it.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    start = time.perf_counter()
+    link, has_ranks = None, int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if has_ranks:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group()
+        link = measured_link(device)
+    report: list[str] = []
+    if not has_ranks or torch.distributed.get_rank() == 0:
+        calibration = calibrate(
+            device,
+            backends=BACKENDS,
+            merging=merging,
+            budget_s=budget_s,
+            link_bytes_per_s=link,
+        )
+        path = calibration_path(device) if out is None else Path(out)
+        write_calibration(path, calibration)
+        report = [
+            *_described(calibration),
+            f"measured in {time.perf_counter() - start:.0f} s, saved as {path}"
+            + (", which is used from now on" if out is None else ""),
+        ]
+    if has_ranks:
+        # the others wait, so that they do not run beside what is measured
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return report
+
+
+def merging(state: AttentionState) -> tuple[Run, Run]:
+    """Gives two runs that differ in one merge of a state: within the compiled pass where there is one.
+
+    Args:
+        state: out `[rows, num_kv_heads, 1, head_dim]` and lse `[rows, num_kv_heads, 1]`.
+    """
+    num_rows, num_heads, _, head_dim = state.out.shape
+    keys = torch.randn(num_heads, num_rows, head_dim, device=state.out.device)
+    slots = np.arange(num_rows)[:, None]
+    private = PrivateTokens((keys, keys), slots, 1, lambda: (keys, keys))
+    if unsupported_reasons(state.out, private):
+        return lambda: None, partial(merge_states, [state, state])
+    spans = np.tile([0, 1], (num_rows, 1))
+    attend = DecodeAttention(state.out, private, spans, scale=1.0)
+    group = GroupStates(state.out[None, :, :, 0, None], state.lse[None], None)
+    run = partial(attend.run, state.out, keys, keys)
+    return partial(run, []), partial(run, [group])
+
+
+def _described(calibration: Calibration) -> list[str]:
+    found = calibration.constants
+    threads = f", {calibration.threads} threads" if calibration.threads else ""
+    lines = [
+        f"{calibration.device}{threads}, torch {calibration.torch}",
+        f"launch         {1e6 * found.launch_s:.1f} us",
+        f"reading        {found.bandwidth_bytes_per_s / 1e9:.1f} GB/s",
+        f"merging        {1e6 * found.merge.call_s:.0f} us + {_gb_per_s(found.merge.byte_s)}",
+        f"gathering      {1e6 * found.gather.call_s:.0f} us + {_gb_per_s(found.gather.byte_s)}",
+    ]
+    if found.link_bytes_per_s is not None:
+        lines.append(f"between ranks  {found.link_bytes_per_s / 1e9:.2f} GB/s")
+    heads = "".join(f"{tile:>8}" for tile in _SHOWN_TILES)
+    lines.append(f"\n{'GFLOP/s at so many query rows':<32}{heads}{'a call':>12}")
+    for dtype, products in found.matmul.items():
+        rates = "".join(f"{products.at(tile) / 1e9:>8.0f}" for tile in _SHOWN_TILES)
+        lines.append(f"{dtype + ', matrix product':<32}{rates}")
+        for name, cost in found.costs.get(dtype, {}).items():
+            rates = "".join(f"{cost.rate.at(tile) / 1e9:>8.0f}" for tile in _SHOWN_TILES)
+            lines.append(f"{'  ' + name:<32}{rates}{1e6 * cost.call_s:>9.0f} us")
+    return lines
+
+
+def _gb_per_s(byte_s: float) -> str:
+    return f"{1e-9 / byte_s:.1f} GB/s" if byte_s else "nothing per byte"
