@@ -2,23 +2,29 @@
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
+from hf_granikv.backends.base import private_work
 from hf_granikv.dispatch.calibration import Run, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
+from hf_granikv.dispatch.roofline import PRIVATE, Work
 from hf_granikv.kernels.decode_attention import (
     DecodeAttention,
     GroupStates,
     unsupported_reasons,
 )
 from hf_granikv.kernels.merge_states import merge_states
-from hf_granikv.views import AttentionState, PrivateTokens
+from hf_granikv.kernels.suffix_attention import suffix_attention
+from hf_granikv.views import AttentionState, GroupShape, PrivateTokens
 
 # rows of the table: one, a few, and many query rows that share a read
 _SHOWN_TILES = (1, 8, 64, 512)
@@ -70,7 +76,7 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
     if not has_ranks or torch.distributed.get_rank() == 0:
         calibration = calibrate(
             device,
-            backends=BACKENDS,
+            backends={**BACKENDS, PRIVATE: PrivatePath()},
             merging=merging,
             budget_s=budget_s,
             link_bytes_per_s=link,
@@ -89,6 +95,42 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
     return report
 
 
+class PrivatePath:
+    """Attention of rows to private tokens, as a decode step has it, in the place of a backend.
+
+    The tokens of a prefix are dealt out to the rows.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[Any, ...], DecodeAttention] = {}
+
+    def unsupported_reasons(self, shape: GroupShape) -> list[str]:
+        """Refuses what no decode step asks for."""
+        if shape.q_len > 1 or shape.prefix_len < shape.num_rows:
+            return ["it takes one query per row, and a token for each"]
+        return []
+
+    def work(self, shape: GroupShape) -> Work:
+        """Counts one read of each row's own."""
+        return private_work(replace(shape, prefix_len=shape.prefix_len // shape.num_rows))
+
+    def pieces(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> object:
+        """Attends in the compiled pass, or in torch where there is none."""
+        num_rows, length = len(query), keys.shape[1] // len(query)
+        key = (query.shape, keys.shape, query.dtype)
+        if (step := self._steps.get(key)) is not None:
+            return step.run(query, keys, values, [])
+        slots = np.arange(num_rows * length).reshape(num_rows, length)
+        private = PrivateTokens((keys, values), slots, length, lambda: (keys, values))
+        if unsupported_reasons(query, private):
+            own = (t[:, : slots.size].unflatten(1, slots.shape) for t in (keys, values))
+            tokens = [t.transpose(0, 1) for t in own]
+            return suffix_attention(query, *tokens, scale=scale, mask=None)
+        spans = np.tile([0, length], (num_rows, 1))
+        step = self._steps[key] = DecodeAttention(query, private, spans, scale=scale)
+        return step.run(query, keys, values, [])
+
+
 def merging(state: AttentionState) -> tuple[Run, Run]:
     """Gives two runs that differ in one merge of a state: within the compiled pass where there is one.
 
@@ -103,7 +145,7 @@ def merging(state: AttentionState) -> tuple[Run, Run]:
         return lambda: None, partial(merge_states, [state, state])
     spans = np.tile([0, 1], (num_rows, 1))
     attend = DecodeAttention(state.out, private, spans, scale=1.0)
-    group = GroupStates(state.out[None, :, :, 0, None], state.lse[None], None)
+    group = GroupStates(state.out[None], state.lse[None], None)
     run = partial(attend.run, state.out, keys, keys)
     return partial(run, []), partial(run, [group])
 

@@ -101,12 +101,11 @@ def _of_part(
             states.append(_of_fringe(query, keys[:, fringe], values[:, fringe], work, rule))
         keys, values = keys[:, common:], values[:, common:]
     if (backend := work.backend) is not None:
-        options = {"scale": rule.scale, "softcap": rule.softcap}
+        attend = partial(backend.pieces, scale=rule.scale, softcap=rule.softcap)
         if (note := work.note) is not None and note.is_due:
-            run = partial(backend.pieces, query, keys, values, **options)
-            states.append(_timed(run, note, query))
+            states.append(_timed(partial(attend, query, keys, values), note, query))
         else:
-            states.append(backend.pieces(query, keys, values, **options))
+            states.append(attend(query, keys, values))
     return states
 
 

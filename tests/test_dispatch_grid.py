@@ -31,10 +31,10 @@ def test_a_path_of_the_grid_that_computes_something_else_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape, store = GroupShape(3, 1, 65, 2, 3, 16, 4), torch.randn(1 << 16)
-    right = BACKENDS["cascade"].run
+    right = BACKENDS["cascade"].pieces
     monkeypatch.setattr(
         type(BACKENDS["cascade"]),
-        "run",
+        "pieces",
         lambda self, *args, **kw: right(args[0] * 1.5, *args[1:], **kw),
     )
     with pytest.raises(SystemExit, match="cascade differs from SDPA by"), torch.no_grad():

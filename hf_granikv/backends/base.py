@@ -1,6 +1,7 @@
 """The algorithm that computes the prefix part of an attention step."""
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -96,6 +97,13 @@ def attention_work(shape: GroupShape, *, launches: int, tile_rows: int, num_read
         num_scores=num_scores,
         num_outputs=float(shape.num_queries * shape.head_dim),
     )
+
+
+def private_work(shape: GroupShape) -> Work:
+    """Counts what attention of rows to tokens of their own takes, `prefix_len` of them each."""
+    tile_rows = shape.gqa_ratio * shape.q_len
+    work = attention_work(shape, launches=2, tile_rows=tile_rows, num_reads=shape.num_rows)
+    return replace(work, stored_bytes=work.bytes)
 
 
 def prefix_bytes(shape: GroupShape) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hf_granikv.dispatch.dispatcher import Candidate
-from hf_granikv.dispatch.roofline import DeviceConstants, predict_all, regime_of
+from hf_granikv.dispatch.roofline import PRIVATE, DeviceConstants, predict_all, regime_of
 from hf_granikv.dispatch.sharing import dynamic_cache_s
 from hf_granikv.views import GroupShape, LayerKind
 
@@ -123,8 +123,10 @@ def _of_kind(
         fastest = min(prefix_s, key=prefix_s.__getitem__)
         regime = regime_of(works[fastest], constants, fastest, model.dtype)
     own = backends["per_row"].work(replace(shape, prefix_len=seen_suffix))
+    # what was measured for it, else what reading a copy in every row takes
+    name = PRIVATE if constants.knows([PRIVATE], model.dtype) else "per_row"
     own = replace(own, stored_bytes=own.bytes)
-    suffix_s = predict_all({"per_row": own}, constants, model.dtype)["per_row"]
+    suffix_s = predict_all({name: own}, constants, model.dtype)[name]
     if prefix_s:
         suffix_s += constants.merge.predict_s(4.0 * shape.num_queries * shape.head_dim)
     # a layer that reads another one's keys and values stores none

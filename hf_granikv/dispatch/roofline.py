@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import log
 
+# the name, among those of backends, of attention to a row's own tokens
+PRIVATE = "private tokens"
 # torch operations of one merge, where it has not been measured
 _MERGE_LAUNCHES = 6
 

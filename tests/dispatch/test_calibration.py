@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from oracle import assert_close, reference
 
 from hf_granikv.backends import BACKENDS
-from hf_granikv.calibrating import merging
+from hf_granikv.calibrating import PrivatePath, merging
 from hf_granikv.dispatch import Dispatcher, calibration
 from hf_granikv.dispatch.calibration import DTYPES, Stopwatch, calibrate, places, shapes
 from hf_granikv.dispatch.calibration_file import read_calibration, write_calibration
@@ -139,3 +140,29 @@ def test_the_runs_of_a_merge_compute_with_it_and_without(num_rows):
         # compiled: own tokens alone, then mixed with a part that outweighs them where its lse is high
         assert plain.shape == merged.shape == (num_rows, 1, 3, 16)
         assert not torch.equal(plain, merged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_private_tokens_are_those_of_each_row(num_rows, dtype):
+    query = torch.randn(num_rows, 6, 1, 16).to(dtype)
+    keys, values = torch.randn(2, 2, 20, 16).to(dtype)
+    path, length = PrivatePath(), 20 // num_rows
+    shape = GroupShape(num_rows, 1, 20, 2, 3, 16, dtype.itemsize)
+    assert path.unsupported_reasons(shape) == []
+    assert path.unsupported_reasons(replace(shape, q_len=2))
+    assert path.unsupported_reasons(replace(shape, num_rows=21))
+    # each row reads its own, once
+    assert path.work(shape).stored_bytes == 2 * 2 * num_rows * length * 16 * dtype.itemsize
+
+    with torch.no_grad():
+        # as the first layer of a step, then as another one
+        for _ in range(2):
+            got = path.pieces(query, keys, values, scale=0.25)
+            out = got.out if isinstance(got, AttentionState) else got.transpose(1, 2)
+            for row in range(num_rows):
+                own = slice(row * length, (row + 1) * length)
+                ref = reference(
+                    query[row : row + 1], keys[None, :, own], values[None, :, own], scale=0.25
+                )
+                assert_close("out", out[row : row + 1], ref.out, ref.out_budget)
