@@ -196,6 +196,11 @@ class CacheState(BatchRows):
         self._settle_interrupted()
         return super().park(row)
 
+    def lend(self, row: int) -> ParkedRow:
+        """What a row holds, its tokens where they are; valid until some row changes."""
+        self._settle_interrupted()
+        return super().lend(row)
+
     def _settle_interrupted(self) -> None:
         """Undoes what an interrupt has left, which torch does not show to hooks.
 

@@ -85,7 +85,12 @@ ARROWS: dict[str, set[str]] = {
     "packed_tensors": {"lazy"},
     "attention": {"kernels", "lazy", "masks", "packed_tensors", "step_attention"},
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
-    "live_rows": {"announce", "batch_rows", "cache", "layer_kinds", "packed", "pools"},
+    "segment_runs": {"announce", "layer_kinds", "packed"},
+    "row_budget": {"pools"},
+    "live_rows": {
+        *("announce", "batch_rows", "cache", "layer_kinds", "packed", "pools", "row_budget"),
+        "segment_runs",
+    },
     "shared_prefix": set(),
     "generation": {
         "announce",
@@ -103,7 +108,10 @@ ARROWS: dict[str, set[str]] = {
     "report": {"timing"},
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
-    "engine": {"agent", "announce", "batch_rows", "cache", "live_rows", "pools", "settings"},
+    "engine": {
+        *("agent", "announce", "batch_rows", "cache", "live_rows", "pools", "row_budget"),
+        "settings",
+    },
     "shares": {"cache", "lookup", "pools", "prompts", "timing"},
     "generate_runs": {
         "agent",
@@ -135,7 +143,7 @@ WITHOUT_TRANSFORMERS = {
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
     *("batch_rows", "packed_tensors", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
-    *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels"),
+    *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels", "row_budget"),
 }
 
 
