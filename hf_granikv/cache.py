@@ -12,6 +12,7 @@ from hf_granikv.announce import attach_hook, transformers_model
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.cut_prompts import counts_positions_itself, is_asked_by_generate
+from hf_granikv.engine_use import EngineUse, between_steps
 from hf_granikv.forward_reader import ForwardReader
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
@@ -46,6 +47,10 @@ class AsymmetricPagedCache(LoadingCache):
     rows of the call before, unless its mask takes them for granted. Without one it is a drop-in for
     `DynamicCache`. Keys and values are detached: nothing flows back through the cache.
 
+    Prefixes may come and go on any thread while an engine runs over the cache: the methods for that
+    wait until it is between two steps. Forward passes with the cache itself are refused then, but
+    inside `Engine.paused`.
+
     Source: our reading of GraniKV's HOT/COLD storage (its abstract is public, no more).
 
     Args:
@@ -66,6 +71,7 @@ class AsymmetricPagedCache(LoadingCache):
         self._models = KnownModels()
         self._adopt(CacheState(self._served.layers, options, HotPool()))
 
+    @between_steps
     def prefill(
         self,
         model: nn.Module,
@@ -114,6 +120,7 @@ class AsymmetricPagedCache(LoadingCache):
         state.prefixes.take(found)
         return found
 
+    @between_steps
     def promote(self, parked: ParkedRow, token_ids: Tensor) -> Prefix:
         """Makes the first private tokens of a row a prefix that others can read; computes nothing.
 
@@ -141,6 +148,7 @@ class AsymmetricPagedCache(LoadingCache):
         state.prefixes.take(found)
         return found
 
+    @between_steps
     def bind(
         self,
         input_ids: Tensor,
@@ -194,6 +202,7 @@ class AsymmetricPagedCache(LoadingCache):
         attach_hook(inner)
         return inner
 
+    @between_steps
     def release(self, prefix: Prefix) -> None:
         """Drops the caller's hold of a prefix, and the rows that read what is gone then.
 
@@ -204,6 +213,7 @@ class AsymmetricPagedCache(LoadingCache):
         """
         self._state.let_go(prefix)
 
+    @between_steps
     def invalidate(self) -> None:
         """Drops all prefixes and all rows; right after, `prefill` may be called.
 
@@ -213,6 +223,7 @@ class AsymmetricPagedCache(LoadingCache):
         self._models.doubt()
         self._state.let_all_go()
 
+    @between_steps
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
         twin = self._twin(self._state.fork())
@@ -221,6 +232,7 @@ class AsymmetricPagedCache(LoadingCache):
 
     def announce(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass (`ForwardReader`); called by the model's hook."""
+        self.engines.check_is_paused()
         return self._reader.read(module, kwargs)
 
     def settle(self, *, is_complete: bool = False) -> None:
@@ -297,7 +309,7 @@ class AsymmetricPagedCache(LoadingCache):
         return twin
 
     def _adopt(self, state: CacheState) -> None:
-        self._state = state
+        self._state, self.engines = state, EngineUse()
         state.returns_contiguous = self._served.views_keys
         self._reader = ForwardReader(state, self._served, self._models)
         super().__init__(layers=build_layers(state))

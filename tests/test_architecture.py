@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "lazy": {"tokenwise"},
     "row_processors": set(),
     "announce": {"row_processors"},
+    "engine_use": set(),
     "masks": set(),
     "windows": set(),
     "recording": {"announce", "layer", "pools", "recurrent"},
@@ -68,8 +69,8 @@ ARROWS: dict[str, set[str]] = {
     "prefix_file": {"model_digest", "pools", "tensor_file"},
     "loaded_levels": {"held_prefixes", "lookup", "pools", "prefix_file"},
     "saved_prefixes": {
-        *("announce", "known_models", "layer_kinds", "loaded_levels", "pools", "prefix_file"),
-        "rows_cache",
+        *("announce", "engine_use", "known_models", "layer_kinds", "loaded_levels", "pools"),
+        *("prefix_file", "rows_cache"),
     },
     "in_process": set(),
     "rows_cache": {"in_process", "layer_kinds", "state"},
@@ -77,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
         *("backends", "batch_rows", "dispatch", "layer", "pools", "recording", "state"),
     },
     "cache": {
-        *("accounting", "announce", "batch_rows", "cut_prompts", "forward_reader"),
+        *("accounting", "announce", "batch_rows", "cut_prompts", "engine_use", "forward_reader"),
         *("known_models", "layer_kinds", "lookup", "pools", "prefix_inputs", "prefix_making"),
         *("recording", "recurrent", "row_prefixes", "saved_prefixes", "state"),
     },
@@ -144,6 +145,7 @@ WITHOUT_TRANSFORMERS = {
     *("batch_rows", "packed_tensors", "held_prefixes", "lookup", "row_prefixes", "step_attention"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels", "row_budget"),
+    "engine_use",
 }
 
 

@@ -79,6 +79,7 @@ class Engine:
         batch = Batch(self._rows, self._limits, self._memories, cost)
         self._figures = batch.figures
         self._worker = Worker(batch)
+        cache.engines.add(self._worker)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def __enter__(self) -> "Engine":
@@ -141,7 +142,10 @@ class Engine:
         return self._memories.make(prefix)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Keeps the engine between two steps, for callers that use the model or the cache meanwhile."""
+        """Keeps the engine between two steps, for callers that run the model or the cache meanwhile.
+
+        Methods of the cache that change its prefixes do so by themselves.
+        """
         return self._worker.paused()
 
     def gathering(self) -> AbstractContextManager[None]:
