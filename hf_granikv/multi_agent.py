@@ -3,19 +3,17 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hf_granikv.agent import Agent, Messages, Reply
-from hf_granikv.answering import Answering, renamed
+from hf_granikv.answering import Answering, renamed, runners_words
 from hf_granikv.config import CacheOptions
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.streams import merged, merged_async
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import replies_of
-from hf_granikv.errors import ColdPoolFullError
-from hf_granikv.prompts import Message, shared_ids, shared_text
-from hf_granikv.questions import Question, known_agent, questions_of
+from hf_granikv.prompts import Message, Tool, shared_ids, shared_text
+from hf_granikv.questions import Question, known_agent, note_asked, questions_of
 from hf_granikv.report import RunReport
 from hf_granikv.roster import Roster
 
@@ -89,19 +87,22 @@ class MultiAgentRunner:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def share(self, content: str | Sequence[Message]) -> "Prefix":
+    def share(
+        self, content: str | Sequence[Message], *, tools: Sequence[Tool] | None = None
+    ) -> "Prefix":
         """Computes and stores what many agents will read.
 
         Args:
             content: A text, or chat messages. With a chat template a text becomes the system message,
                 or the head of the first user message where the template takes no system message.
+            tools: JSON schemas of what its readers can call, for the chat template.
 
         Raises:
             ValueError: There is nothing to share, it is no text and no list of messages, or the chat
                 template cannot put it first.
         """
         with self._lock:
-            shared = shared_text(self.tokenizer, content)
+            shared = shared_text(self.tokenizer, content, tools)
             ids = shared_ids(self.tokenizer, shared)
             return self._shares.add(shared, ids, self._answering.alone()).prefix
 
@@ -170,12 +171,12 @@ class MultiAgentRunner:
             ValueError: No message, an unknown agent, one asked twice or still answering, or an argument
                 of `generate` that this method sets itself or cannot serve.
         """
-        with self._lock, _runners_words():
+        with self._lock, runners_words():
             questions = self._questions(messages, seed, generation_kwargs)
             started = self._answering.start([each for each in questions if not each.reasons])
-            _note_asked(questions, is_asked=True)
+            note_asked(questions, is_asked=True)
         try:
-            with self._lock, _runners_words():
+            with self._lock, runners_words():
                 others = [each for each in questions if each.reasons]
                 replies, reports = self._answering.generate(others)
             replies.update((reply.name, reply) for reply in replies_of(started.turns))
@@ -184,17 +185,17 @@ class MultiAgentRunner:
             started.cancel()
             raise
         finally:
-            _note_asked(questions, is_asked=False)
+            note_asked(questions, is_asked=False)
 
     async def arun(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
     ) -> dict[str, Reply]:
         """Does what `run` does without blocking the event loop."""
-        with self._lock, _runners_words():
+        with self._lock, runners_words():
             questions = self._questions(messages, seed, generation_kwargs)
             has_others = any(each.reasons for each in questions)
             started = self._answering.start([] if has_others else questions)
-            _note_asked([] if has_others else questions, is_asked=True)
+            note_asked([] if has_others else questions, is_asked=True)
         if has_others:
             return await asyncio.to_thread(self.run, messages, seed=seed, **generation_kwargs)
         try:
@@ -205,7 +206,7 @@ class MultiAgentRunner:
             started.cancel()
             raise
         finally:
-            _note_asked(questions, is_asked=False)
+            note_asked(questions, is_asked=False)
 
     def submit(
         self, agent: Agent | str, message: str, *, seed: int | None = None, **generation_kwargs: Any
@@ -219,6 +220,37 @@ class MultiAgentRunner:
             ValueError: As for `run`; or the engine cannot decode this way.
         """
         return self._submit({agent: message}, seed, generation_kwargs)[0]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        name: str = "",
+        seed: int | None = None,
+        **generation_kwargs: Any,
+    ) -> Turn:
+        """Asks for the answer to a whole conversation, and returns at once.
+
+        For callers that keep conversations themselves and send all of it each time, as agent
+        frameworks do. The longest text of `share` that it starts with is read from there, and what
+        earlier calls have computed of it is not computed again. As many conversations as `max_rows`
+        are held.
+
+        Args:
+            messages: The conversation; of a tokenizer without a chat template the contents are joined.
+            tools: JSON schemas of what the model can call, for the chat template.
+            name: The name of the reply.
+            seed: As for `run`.
+            generation_kwargs: Likewise.
+
+        Raises:
+            ColdPoolFullError: The turn would not fit even if it were alone.
+            ValueError: They are no messages of text, the chat template refuses them, or the engine
+                cannot decode this way.
+        """
+        with self._lock, runners_words():
+            return self._answering.chat(messages, tools, name, seed, generation_kwargs)
 
     def stream(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
@@ -262,7 +294,7 @@ class MultiAgentRunner:
         return questions
 
     def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> list[Turn]:
-        with self._lock, _runners_words():
+        with self._lock, runners_words():
             questions = self._questions(messages, seed, kwargs)
             if reasons := dict.fromkeys(reason for each in questions for reason in each.reasons):
                 raise ValueError(
@@ -283,18 +315,3 @@ class MultiAgentRunner:
     def _forget(self) -> None:
         for agent in self.agents.values():
             self._roster.forget(agent)
-
-
-def _note_asked(questions: list[Question], *, is_asked: bool) -> None:
-    """Keeps agents from being asked again before their history has grown."""
-    for question in questions:
-        question.agent._is_asked = is_asked
-
-
-@contextmanager
-def _runners_words() -> Iterator[None]:
-    """Names the limit as a runner does."""
-    try:
-        yield
-    except ColdPoolFullError as error:
-        raise ColdPoolFullError(renamed(str(error))) from error

@@ -114,3 +114,9 @@ def _resolved(agents: Mapping[str, Agent], messages: Messages) -> dict[str, str]
         check_message(name, message)
         asked[name] = message
     return asked
+
+
+def note_asked(questions: list[Question], *, is_asked: bool) -> None:
+    """Keeps agents from being asked again before their history has grown."""
+    for question in questions:
+        question.agent._is_asked = is_asked

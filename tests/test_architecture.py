@@ -127,7 +127,9 @@ ARROWS: dict[str, set[str]] = {
     "engine_runs": {"accounting", "agent", "engine", "report", "shares"},
     "questions": {"agent", "engine", "prompts", "settings"},
     "roster": {"agent"},
+    "conversations": {"engine", "pools"},
     "answering": {
+        *("conversations", "settings"),
         *("agent", "engine", "engine_runs", "generate_runs", "prompts", "questions", "report"),
         "shares",
     },
