@@ -13,8 +13,8 @@ from hf_granikv.engine.figures import EngineFigures
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
 from hf_granikv.engine.memory import NOTHING, num_common
-from hf_granikv.engine.offload import OffloadedRow
-from hf_granikv.engine.preemption import PreemptionCost, is_out_of_memory
+from hf_granikv.engine.offload import OffloadedRow, is_out_of_memory
+from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.engine.sampling import chosen
 from hf_granikv.engine.schedule import Limits, Moves, Seat, next_moves, step_feeds
 from hf_granikv.engine.sharing import Sharing

@@ -2,10 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from hf_granikv.errors import ColdPoolFullError
-
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
@@ -30,10 +26,3 @@ class PreemptionCost:
         """Whether moving so many tokens out and back takes less time than computing them."""
         moved_s, computed_s = 2 * num_bytes / self.bytes_per_s, num_tokens / self.tokens_per_s
         return self.frees_budget and moved_s < computed_s
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether something did not fit, into a pool or into memory."""
-    kinds = (ColdPoolFullError, torch.OutOfMemoryError, MemoryError)
-    # torch's allocator on the CPU has no error of its own
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)

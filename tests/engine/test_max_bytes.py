@@ -35,7 +35,7 @@ class Watched(Engine):
         if model.config.vocab_size >= len(TOKENIZER):
             self.prefix = cache.prefill(model, torch.tensor([PREFIX_IDS]))
         super().__init__(model, cache, TOKENIZER, EngineOptions(**options))
-        self.most_running = self.most_bytes = self.most_tables = 0
+        self.most_running = self.most_bytes = self.most_tables = self.most_shared = 0
         batch = self._worker._batch
         step = batch.step
 
@@ -43,7 +43,9 @@ class Watched(Engine):
             step()
             batch.check_integrity()
             self.most_running = max(self.most_running, len(batch._running))
-            held = self._rows.num_bytes + self._memories.num_bytes
+            levels = self._rows.levels
+            held = self._rows.num_bytes + self._memories.num_bytes + levels.num_bytes
+            self.most_shared = max(self.most_shared, levels.num_tokens)
             self.most_bytes = max(self.most_bytes, held)
             tables = sum(pool.table.nbytes for pool in self._rows.pools)
             self.most_tables = max(self.most_tables, tables)
@@ -104,6 +106,24 @@ def test_what_agents_keep_is_within_the_bytes(model, monkeypatch):
         assert engine.figures.kept_tokens > 0
         assert engine.idle_bytes > 0.4 * max_bytes
     assert engine.idle_bytes == 0
+
+
+@pytest.mark.parametrize("num_tokens", [260, 400])
+def test_what_agents_share_is_within_the_bytes(model, num_tokens):
+    """Two turns of eight agents that have most of what they are asked in common."""
+    max_bytes, head = num_tokens * TOKEN_BYTES, "The sluice leaks where the mill was. " * 2
+    with Watched(model, max_bytes=max_bytes, min_shared_tokens=16) as engine:
+        memories = [engine.memory(engine.prefix) for _ in range(8)]
+        for told in ([head + text for text in TEXTS[:8]], [head + text * 2 for text in TEXTS[:8]]):
+            with engine.gathering():
+                turns = [engine.ask(*asked) for asked in zip(told, memories, strict=True)]
+            for turn in turns:
+                assert list(turn.result(WAIT_S).token_ids) == wanted(model, turn.name)
+        assert engine.most_bytes <= max_bytes
+        assert engine.most_shared >= len(head)
+        for memory in memories:
+            memory.close()
+        assert engine.level_bytes == engine.idle_bytes == 0
 
 
 def test_idle_agents_make_room_for_what_was_used_last(model):
