@@ -355,7 +355,7 @@ def test_another_attention_shares_when_told_so():
             runner.agents["ann"].fork("twin")
             report = asked(runner, {"ann": "Why?", "twin": "Who?"})
             assert (report.promoted_tokens > 0) == (at_least is not None)
-            slow = "under attn_implementation='sdpa', autocast or float64, a shared prefix is right but slow"
+            slow = "not shared: under attn_implementation='sdpa'"
             assert (slow in runner.explain()) == (at_least is None)
 
 
