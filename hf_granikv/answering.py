@@ -1,21 +1,34 @@
 """How a runner has questions answered: by its engine, or by `generate` in batches."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from hf_granikv.agent import Agent, Reply
 from hf_granikv.config import CacheOptions
+from hf_granikv.conversations import Conversations
 from hf_granikv.engine.engine import Engine
+from hf_granikv.engine.memory import Memory
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import EngineRun
+from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.generate_runs import generated
 from hf_granikv.pools import Prefix
-from hf_granikv.prompts import check_message, render, suffix_ids
+from hf_granikv.prompts import (
+    Message,
+    SharedText,
+    Tool,
+    check_message,
+    render,
+    render_whole,
+    shared_ids,
+    suffix_ids,
+)
 from hf_granikv.questions import Question
 from hf_granikv.report import RunReport
+from hf_granikv.settings import GenerationSettings
 from hf_granikv.shares import Share, Shares
 from hf_granikv.worth import Worth
 
@@ -73,6 +86,7 @@ class Answering:
         self._tokenizer = tokenizer
         self._options = engine_options
         self._forgets = forgets
+        self._conversations = Conversations(engine_options.max_rows)
         self._engine: Engine | None = None
         self._is_closed = False
 
@@ -95,6 +109,35 @@ class Answering:
                 f"agent {agent.name!r} has no token after the shared text; give it a message."
             )
         return share.ids + suffix
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        name: str,
+        seed: int | None,
+        kwargs: dict[str, Any],
+    ) -> Turn:
+        """Lets a whole conversation be answered; see `MultiAgentRunner.chat`."""
+        settings = GenerationSettings.checked(
+            kwargs, self._model.generation_config, self._tokenizer
+        )
+        text = render_whole(self._tokenizer, messages, tools)
+        share = self.shares.read_by(text)
+        if share is None:
+            prefix, head = None, []
+            ids = shared_ids(self._tokenizer, SharedText(text, tuple(messages)))
+        else:
+            prefix, head = self.shares.current(share, self.alone()).prefix, share.ids
+            ids = suffix_ids(self._tokenizer, share.shared, text)
+        engine = self._running_engine()
+
+        def submit(memory: Memory) -> Turn:
+            return engine.submit(
+                [*head, *ids], memory=memory, name=name, seed=seed, **settings.kwargs
+            )
+
+        return self._conversations.ask(prefix, ids, engine.memory, submit)
 
     def start(self, questions: list[Question], *, keeps_history: bool = False) -> Started:
         """Hands questions to the engine; if one of them cannot be, the others are cancelled.
@@ -143,6 +186,7 @@ class Answering:
     def close(self) -> None:
         """Ends the engine."""
         self._is_closed = True
+        self._conversations.forget()
         if self._engine is not None:
             self._engine.close()
 
@@ -174,9 +218,19 @@ class Answering:
 
     def _start_over(self, error: Exception) -> None:
         self._forgets()
+        self._conversations.forget()
         if self._engine is not None:
             self._engine.close(error)
             self._engine = None
+
+
+@contextmanager
+def runners_words() -> Iterator[None]:
+    """Names the limit as a runner does."""
+    try:
+        yield
+    except ColdPoolFullError as error:
+        raise ColdPoolFullError(renamed(str(error))) from error
 
 
 def renamed(text: str) -> str:

@@ -1,5 +1,6 @@
 """The rows of a batch: what they read, what they hold of their own, and in which columns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,8 @@ class ParkedRow:
         prefix: The last prefix of the chain that it reads; None for a row that reads none.
         num_seen: Tokens of the chain that it sees.
         num_tokens: Its private tokens.
-        tokens: Per layer, their keys and values, `[num_kv_heads, num_tokens, head_dim]` each.
+        tokens: Per layer, their keys and values, `[num_kv_heads, num_tokens, head_dim]` each; those of
+            a lent row are read when they are asked for.
         states: Per layer with states, `[1, ...]` each.
         epoch: That of the rows it was one of.
     """
@@ -28,7 +30,7 @@ class ParkedRow:
     prefix: Prefix | None
     num_seen: int
     num_tokens: int
-    tokens: tuple[KeysAndValues | None, ...] = field(repr=False)
+    tokens: Sequence[KeysAndValues | None] = field(repr=False)
     states: tuple[LayerStates, ...] = field(repr=False)
     epoch: object = field(repr=False)
 
@@ -166,16 +168,21 @@ class BatchRows:
 
     def park(self, row: int) -> ParkedRow:
         """Copies what a row holds; it stays in the batch."""
+        lent = self.lend(row)
+        return replace(lent, tokens=tuple(self.cold.take_row(row)))
+
+    def lend(self, row: int) -> ParkedRow:
+        """What a row holds, its tokens where they are; valid until some row changes."""
         return ParkedRow(
             prefix=self.reads.leaves[row],
             num_seen=int(self.reads.lengths[row]),
             num_tokens=int(self.cold.table.lengths[row]),
-            tokens=tuple(self.cold.take_row(row)),
+            tokens=self.cold.lend_row(row),
             states=tuple(self.row_states.take_row(row)),
             epoch=self.epoch,
         )
 
-    def check_epoch(self, parked: ParkedRow) -> None:
+    def check_epoch(self, parked: "ParkedRow | BatchRows") -> None:
         """Checks that a row goes with those held here.
 
         Raises:

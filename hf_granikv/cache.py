@@ -12,6 +12,7 @@ from hf_granikv.announce import attach_hook, transformers_model
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.cut_prompts import counts_positions_itself, is_asked_by_generate
+from hf_granikv.engine_use import EngineUse, between_steps
 from hf_granikv.forward_reader import ForwardReader
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
@@ -47,6 +48,9 @@ class AsymmetricPagedCache(LoadingCache):
     rows of the call before, unless its mask takes them for granted. Without one it is a drop-in for
     `DynamicCache`. What is stored is constant: a backward reaches the tokens of its own forward alone.
 
+    Prefixes may come and go on any thread while an engine runs over the cache, between its steps.
+    Forward passes with the cache itself are refused then, but inside `Engine.paused`.
+
     Source: our reading of GraniKV's HOT/COLD storage (its abstract is public, no more).
 
     Args:
@@ -67,6 +71,7 @@ class AsymmetricPagedCache(LoadingCache):
         self._models = KnownModels()
         self._adopt(CacheState(self._served.layers, options, HotPool()))
 
+    @between_steps
     def prefill(
         self,
         model: nn.Module,
@@ -116,6 +121,7 @@ class AsymmetricPagedCache(LoadingCache):
         state.prefixes.take(found)
         return found
 
+    @between_steps
     def promote(self, parked: ParkedRow, token_ids: Tensor) -> Prefix:
         """Makes the first private tokens of a row a prefix that others can read; computes nothing.
 
@@ -138,11 +144,12 @@ class AsymmetricPagedCache(LoadingCache):
         if found is not None:
             state.hot.acquire(found)
         else:
-            recording = recording_of(parked, ids.shape[1], state.layers)
-            found = self._sealed(ids[0], recording, parked.prefix, salt)
+            kept = recording_of(parked, ids.shape[1], state.layers)
+            found = self._sealed(ids[0], kept, parked.prefix, salt)
         state.prefixes.take(found)
         return found
 
+    @between_steps
     def bind(
         self,
         input_ids: Tensor,
@@ -164,8 +171,7 @@ class AsymmetricPagedCache(LoadingCache):
             This cache, for `model.generate(**prompts, cache=cache.bind(**prompts))`.
 
         Raises:
-            ValueError: If ids and mask are not of one shape, or rows of a model whose layers keep
-                states would not all read the same.
+            ValueError: If the shapes differ, or rows of layers with states would not all read the same.
         """
         rows = rows_of_ids(input_ids, attention_mask)
         salts, lookup = salts_of(salt, len(rows)), PrefixLookup(self._state.prefixes.all)
@@ -187,8 +193,7 @@ class AsymmetricPagedCache(LoadingCache):
 
         Raises:
             ValueError: If the model does not go with the config of the cache.
-            StalePrefixError: If anything in it differs from the model of the prefix, or that one is
-                gone or has changed.
+            StalePrefixError: If it is not as the model of the prefix, or that is gone or has changed.
         """
         inner = transformers_model(model)
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
@@ -199,6 +204,7 @@ class AsymmetricPagedCache(LoadingCache):
         attach_hook(inner)
         return inner
 
+    @between_steps
     def release(self, prefix: Prefix) -> None:
         """Drops the caller's hold of a prefix, and the rows that read what is gone then.
 
@@ -209,23 +215,26 @@ class AsymmetricPagedCache(LoadingCache):
         """
         self._state.let_go(prefix)
 
+    @between_steps
     def invalidate(self) -> None:
-        """Drops all prefixes and all rows; right after, `prefill` may be called.
+        """Drops all prefixes and all rows, for loops that change weights between generations.
 
-        For loops that change weights between generations. Costs nothing but the release of memory;
-        forks keep what they hold. None of these prefixes can be saved any more.
+        Costs nothing but the release of memory; right after, `prefill` may be called. Forks keep what
+        they hold. None of these prefixes can be saved any more.
         """
         self._models.doubt()
         self._state.let_all_go()
 
+    @between_steps
     def fork(self) -> "AsymmetricPagedCache":
         """An independent cache in the same state that shares every byte of the prefix."""
         twin = self._twin(self._state.fork())
-        twin._state.row_states.copy_from(self._state.row_states)
+        twin.rows.row_states.copy_from(self._state.row_states)
         return twin
 
     def announce(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass (`ForwardReader`); called by the model's hook."""
+        self.engines.check_is_paused()
         return self._reader.read(module, kwargs)
 
     def settle(self, *, is_complete: bool = False) -> None:
@@ -239,8 +248,8 @@ class AsymmetricPagedCache(LoadingCache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        # generate marks every cache it is handed, right before it runs: from here to its first
-        # forward the cache looks empty, so that prompts arrive whole and can be checked
+        # generate marks the cache right before it runs: until its first forward that looks empty, so
+        # that prompts arrive whole and can be checked
         self._state.is_generation_pending = bool(self._state.prefixes)
         self._reader.owner.mark()
 
@@ -264,9 +273,8 @@ class AsymmetricPagedCache(LoadingCache):
 
     def explain(self) -> str:
         """Which path ran how often, on what reckoning, and why others were refused."""
-        state = self._state
-        head = f"{described(state)}, dispatch={state.options.dispatch!r}"
-        return "\n".join([head, *state.journal.lines()])
+        head = f"{described(self._state)}, dispatch={self._state.options.dispatch!r}"
+        return "\n".join([head, *self._state.journal.lines()])
 
     def time_groups(self, is_wanted: bool = True) -> None:
         """Lets `explain` show measured times on accelerators too: two events per group and step.
@@ -287,14 +295,9 @@ class AsymmetricPagedCache(LoadingCache):
     def _sealed(
         self, ids: Tensor, recording: Recording, parent: Prefix | None, salt: str | None
     ) -> Prefix:
+        state, heads = self._state, self._served.num_q_heads
         return sealed(
-            self._state,
-            ids,
-            recording,
-            parent=parent,
-            salt=salt,
-            saver=self._saver,
-            num_q_heads=self._served.num_q_heads,
+            state, ids, recording, parent=parent, salt=salt, saver=self._saver, num_q_heads=heads
         )
 
     def reading_alone(self, prefix: Prefix | None) -> "AsymmetricPagedCache":
@@ -311,7 +314,7 @@ class AsymmetricPagedCache(LoadingCache):
         return twin
 
     def _adopt(self, state: CacheState) -> None:
-        self._state = state
+        self._state, self.engines = state, EngineUse()
         state.returns_contiguous = self._served.views_keys
         self._reader = ForwardReader(state, self._served, self._models)
         super().__init__(layers=build_layers(state))

@@ -1,23 +1,22 @@
 """Rows that come and go between forward passes, each taking as many tokens as it likes."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_granikv.announce import device_of_ids, forward_parameters
+from hf_granikv.announce import device_of_ids
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.cache import AsymmetricPagedCache
-from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.errors import ColdPoolFullError, NotPackableError
+from hf_granikv.journal import Journal
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.live_levels import LiveLevels
-from hf_granikv.packed import PackedCache, Segment, why_not_packable
-from hf_granikv.pools import Prefix
-
-logger = logging.getLogger(__name__)
+from hf_granikv.packed import Segment
+from hf_granikv.pools import ColdPool, Prefix
+from hf_granikv.row_budget import Coming, RowBudget, check_slots
+from hf_granikv.segment_runs import SegmentRuns
 
 
 class Row:
@@ -44,46 +43,47 @@ class LiveRows:
     Args:
         model: The model; its prefixes were computed with it.
         cache: Holds the prefixes. Its own rows are not touched.
-        max_slots: The most private tokens, where that is less than the `cold_slots` of the cache.
+        budget: Bytes that rows may take, beside the `cold_slots` of the cache; None for no limit.
 
     Raises:
         StalePrefixError: If the model is not that of the prefixes.
 
     Attributes:
-        num_slots_limit: The most private tokens; None for no limit.
-        why_not_packed: Why steps take several forwards; None if they take one.
         has_states: Whether layers keep states, which are known after the last token of a row only.
         levels: What rows have come to share.
     """
 
     def __init__(
-        self, model: nn.Module, cache: AsymmetricPagedCache, *, max_slots: int | None = None
+        self, model: nn.Module, cache: AsymmetricPagedCache, *, budget: RowBudget | None = None
     ) -> None:
         self._model: Any = cache.attach(model)
         self._prefixes = cache
+        self._budget = budget
         served = ServedModel.from_config(self._model.config)
-        self.why_not_packed = why_not_packable(self._model, served)
+        self._runs = SegmentRuns(self._model, served)
         self.has_states = served.has_states
         self._needs_rows_apart = served.has_states or served.rope_type is not None
         self._merged: list[Row] = []
         self._alone: list[Row] = []
-        # rows know what they read; the caller's holds are not this batch's
-        self._common = cache.reading_alone(None)
-        self._common.rows.prefixes.let_all_go()
-        limits = [n for n in (max_slots, cache.rows.options.cold_slots) if n is not None]
-        self.num_slots_limit = min(limits, default=None)
-        self._open(self._common)
-        self.levels = LiveLevels(cache, self._common.rows.journal)
+        self._cold_slots = cache.rows.options.cold_slots
+        self._journal = Journal()
+        self._common = self._open_common()
+        self.levels = LiveLevels(cache, self._journal)
+
+    @property
+    def why_not_packed(self) -> str | None:
+        """Why steps take several forwards; None if they take one."""
+        return self._runs.why_not_packed
 
     @property
     def num_slots_used(self) -> int:
         """Private tokens of all rows."""
-        return sum(self._cache_of(row).rows.cold.num_tokens for row in (*self._alone, None))
+        return sum(pool.num_tokens for pool in self.pools)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values; 0 as long as no row has stored any."""
-        return max(self._cache_of(row).rows.cold.bytes_per_token for row in (*self._alone, None))
+        return max(pool.bytes_per_token for pool in self.pools)
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +91,14 @@ class LiveRows:
         return sum(self._cache_of(row).rows.private_bytes for row in (*self._alone, None))
 
     @property
+    def pools(self) -> list[ColdPool]:
+        """Where rows hold their tokens: of the common batch first, then one of each other row."""
+        return [self._cache_of(row).rows.cold for row in (None, *self._alone)]
+
+    @property
     def backend_steps(self) -> dict[str, int]:
         """How many steps of a batch each backend has run."""
-        return dict(self._common.rows.journal.backend_steps)
+        return dict(self._journal.backend_steps)
 
     def holds(self, prefix: Prefix) -> bool:
         """Whether rows can start from a prefix."""
@@ -104,12 +109,15 @@ class LiveRows:
         state, index = self._place(row)
         return int(state.cold.table.lengths[index]) if state.num_rows else 0
 
-    def start(self, prefix: Prefix | None, parked: ParkedRow | None = None) -> Row:
+    def start(
+        self, prefix: Prefix | None, parked: ParkedRow | None = None, *, num_copied: int = 0
+    ) -> Row:
         """Adds a row.
 
         Args:
             prefix: The last prefix of the chain that it reads.
             parked: What it holds already, from `park`; it reads the chain that this row read.
+            num_copied: Tokens of copies that are there meanwhile, and that nobody else counts.
 
         Raises:
             ColdPoolFullError: If there is no room for what it holds; nothing has changed.
@@ -122,10 +130,10 @@ class LiveRows:
             raise ValueError(f"the parked row reads {parked.prefix}, {prefix} was given.")
         alone = self._open(self._prefixes.reading_alone(prefix))
         if parked is not None and (parked.num_tokens or parked.sees_less):
-            self._check_room(parked.num_tokens)
+            check_slots(self._cold_slots, self.num_slots_used, parked.num_tokens)
             # what it holds was computed by the model as it was then
             self._prefixes.attach(self._model)
-            alone.rows.join(parked)
+            self._join(alone, parked, num_copied)
         row = Row(alone)
         self._alone.append(row)
         return row
@@ -147,14 +155,15 @@ class LiveRows:
         """
         if empty := [row for row, ids in feeds.items() if not len(ids)]:
             raise ValueError(f"{len(empty)} rows were given no token; leave them out.")
-        self._check_room(sum(map(len, feeds.values())))
+        check_slots(self._cold_slots, self.num_slots_used, sum(map(len, feeds.values())))
         while True:
             batches = self._arranged(feeds)
             segments = [
                 Segment(self._cache_of(rows[0]), self._ids(rows, feeds)) for rows in batches
             ]
+            self.make_room([Coming.step(cache.rows.cold, *ids.shape) for cache, ids in segments])
             try:
-                logits = self._run(segments)
+                logits = self._runs.run(segments)
             except NotPackableError as error:
                 if self.why_not_packed is not None:
                     raise
@@ -177,13 +186,17 @@ class LiveRows:
         self._cache_of(row).crop(-num_tokens)
 
     def park(self, row: Row) -> ParkedRow:
-        """Takes a row out of the batch, with what it holds."""
+        """Takes a row out of the batch, with what it holds.
+
+        Raises:
+            ColdPoolFullError: If the budget has no room for a copy; nothing has changed.
+        """
         state, index = self._place(row)
-        parked = (
-            state.park(index)
-            if state.num_rows
-            else ParkedRow.empty(state.prefixes.bound.leaves[0], state.epoch)
-        )
+        if state.num_rows:
+            self.make_room([], self.num_tokens(row))
+            parked = state.park(index)
+        else:
+            parked = ParkedRow.empty(state.prefixes.bound.leaves[0], state.epoch)
         self.drop(row)
         return parked
 
@@ -193,6 +206,7 @@ class LiveRows:
             self._leave_common(row)
         else:
             self._alone.remove(row)
+            row._alone.reset()
         row._alone = None
 
     def check_integrity(self) -> None:
@@ -208,9 +222,13 @@ class LiveRows:
         """Makes a cache one of this batch."""
         state = cache.rows
         state.is_live, state.needs_mask = True, self.why_not_packed is not None
-        state.cold.limit = self.num_slots_limit
-        if cache is not self._common:
-            state.journal = self._common.rows.journal
+        state.cold.limit, state.journal = self._cold_slots, self._journal
+        return cache
+
+    def _open_common(self) -> AsymmetricPagedCache:
+        cache = self._open(self._prefixes.reading_alone(None))
+        # rows know what they read; the caller's holds are not this batch's
+        cache.rows.prefixes.let_all_go()
         return cache
 
     def _arranged(self, feeds: Mapping[Row, Sequence[int]]) -> list[list[Row]]:
@@ -222,15 +240,27 @@ class LiveRows:
         for row in list(self._alone):
             has_one = len(feeds.get(row, ())) == 1
             if may_merge and has_one and self._cache_of(row).rows.num_rows:
-                if not self._merged:
-                    self._common.rows.epoch = self._prefixes.rows.epoch
-                self._common.rows.join(self._cache_of(row).rows.park(0))
-                self._alone.remove(row)
-                self._merged.append(row)
-                row._alone = None
+                self._merge(row)
         self._common.rows.cold.tidy()
         alone = [[row] for row in self._alone if row in feeds]
         return [list(self._merged), *alone] if self._merged else alone
+
+    def _merge(self, row: Row) -> None:
+        """Moves a row into the common batch; without room for it to be there twice it stays."""
+        alone = self._cache_of(row)
+        self._prefixes.rows.check_epoch(alone.rows)
+        if not self._merged:
+            alone.rows.prefixes.let_all_go()
+            self._common = alone
+        else:
+            try:
+                self._join(self._common, alone.rows.lend(0))
+            except ColdPoolFullError:
+                return
+            alone.reset()
+        self._alone.remove(row)
+        self._merged.append(row)
+        row._alone = None
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:
         return torch.tensor([list(feeds[row]) for row in rows], device=device_of_ids(self._model))
@@ -239,16 +269,18 @@ class LiveRows:
         if row._alone is not None:
             return
         state, index = self._place(row)
-        parked = state.park(index)
-        alone = self._open(self._prefixes.reading_alone(parked.prefix))
-        alone.rows.join(parked)
-        self._leave_common(row)
+        if self._merged == [row]:
+            alone, self._common, self._merged = self._common, self._open_common(), []
+        else:
+            lent = state.lend(index)
+            alone = self._open(self._prefixes.reading_alone(lent.prefix))
+            self._join(alone, lent)
+            self._leave_common(row)
         row._alone = alone
         self._alone.append(row)
 
     def _stop_packing(self, reason: str) -> None:
-        logger.info("steps take one forward for each batch: %s.", reason)
-        self.why_not_packed = reason
+        self._runs.stop_packing(reason)
         for row in (*self._alone, None):
             self._cache_of(row).rows.needs_mask = True
         if self.has_states:
@@ -263,53 +295,19 @@ class LiveRows:
         if not self._merged:
             self._common.reset()
 
-    def _run(self, segments: list[Segment]) -> list[Tensor]:
-        if len(segments) > 1 and self.why_not_packed is None:
-            return self._run_packed(segments)
-        logits: list[Tensor] = []
-        try:
-            for cache, ids in segments:
-                last = torch.tensor([ids.shape[1] - 1])
-                logits.append(self._forward(ids, cache, last)[:, 0])
-        except BaseException:
-            self._take_back(segments[: len(logits)])
-            raise
-        return logits
+    def _join(self, cache: AsymmetricPagedCache, parked: ParkedRow, num_copied: int = 0) -> None:
+        """Adds a row to those of a cache."""
+        self.make_room([Coming.row(cache.rows.cold, parked.num_tokens)], num_copied)
+        cache.rows.join(parked)
 
-    def _take_back(self, segments: list[Segment]) -> None:
-        for cache, ids in segments:
-            if self.has_states:
-                cache.rows.row_states.tear()
-            else:
-                cache.crop(-ids.shape[1])
-
-    def _run_packed(self, segments: list[Segment]) -> list[Tensor]:
-        packed = PackedCache(segments)
-        counts = [ids.shape[1] for _, ids in segments for _ in ids]
-        ends = torch.tensor(counts).cumsum(0) - 1
-        logits = self._forward(packed.packed_ids, packed, ends)[0]
-        return list(logits.split([len(ids) for _, ids in segments]))
-
-    def _forward(self, ids: Tensor, cache: Any, kept: Tensor) -> Tensor:
-        """Gives `[num_rows, len(kept), vocab_size]` logits of the columns `kept`."""
-        kept = kept.to(ids.device)
-        takes = "logits_to_keep" in forward_parameters(self._model)
-        options: dict[str, Any] = {"logits_to_keep": kept} if takes else {}
-        with torch.no_grad():
-            out = self._model(input_ids=ids, use_cache=True, **{CACHE_ARGUMENT: cache}, **options)
-        return out.logits if takes else out.logits.index_select(1, kept)
-
-    def _check_room(self, num_new: int) -> None:
-        limit, used = self.num_slots_limit, self.num_slots_used
-        if limit is not None and used + num_new > limit:
-            raise ColdPoolFullError(
-                f"{limit - used} free slots of cold_slots={limit}, {num_new} needed; raise "
-                "cold_slots, run fewer rows, or generate fewer tokens."
-            )
+    def make_room(self, coming: Sequence[Coming], num_copied: int = 0) -> None:
+        """Makes room for what comes into pools, and for copies outside; see `RowBudget.make_room`."""
+        if self._budget is not None:
+            num_rows, beside = len(self._merged) + len(self._alone), self.levels.num_bytes
+            self._budget.make_room(self.pools, num_rows, coming, num_copied, beside)
 
     def _cache_of(self, row: Row | None) -> AsymmetricPagedCache:
-        alone = None if row is None else row._alone
-        return self._common if alone is None else alone
+        return self._common if row is None or row._alone is None else row._alone
 
     def _place(self, row: Row) -> tuple[Any, int]:
         """The rows among which a row is, and its number there."""

@@ -3,19 +3,17 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hf_granikv.agent import Agent, Messages, Reply
-from hf_granikv.answering import Answering, renamed
+from hf_granikv.answering import Answering, renamed, runners_words
 from hf_granikv.config import CacheOptions
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.streams import merged, merged_async
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import replies_of
-from hf_granikv.errors import ColdPoolFullError
-from hf_granikv.prompts import Message, shared_ids, shared_text
-from hf_granikv.questions import Question, known_agent, questions_of
+from hf_granikv.prompts import Message, Tool, shared_ids, shared_text
+from hf_granikv.questions import Question, check_tokenizer, known_agent, note_asked, questions_of
 from hf_granikv.report import RunReport
 from hf_granikv.roster import Roster
 
@@ -68,13 +66,7 @@ class MultiAgentRunner:
         max_step_tokens: int = 256,
         min_shared_tokens: int | None = None,
     ) -> None:
-        embedding: Any = model.get_input_embeddings()
-        vocab_size = embedding.weight.shape[0]
-        if len(tokenizer) > vocab_size:
-            raise ValueError(
-                f"the tokenizer knows {len(tokenizer)} tokens, the model embeds {vocab_size}; "
-                "pass the model's own tokenizer, or call model.resize_token_embeddings."
-            )
+        check_tokenizer(model, tokenizer)
         self.model: Any = model
         self.tokenizer = tokenizer
         # of the agents and the tokenizer; the engine has its own
@@ -86,7 +78,9 @@ class MultiAgentRunner:
         except ValueError as error:
             raise ValueError(renamed(str(error))) from None
         engine_options = EngineOptions(max_bytes, max_rows, max_step_tokens, min_shared_tokens)
-        self._answering = Answering(model, tokenizer, cache_options, engine_options, self._forget)
+        self._answering = Answering(
+            model, tokenizer, cache_options, engine_options, self._roster.forget_all
+        )
         self._shares = self._answering.shares
         self._report = RunReport()
 
@@ -96,7 +90,9 @@ class MultiAgentRunner:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def share(self, content: str | Sequence[Message]) -> "Prefix":
+    def share(
+        self, content: str | Sequence[Message], *, tools: Sequence[Tool] | None = None
+    ) -> "Prefix":
         """Computes and stores what many agents will read.
 
         Of a text that begins as an earlier one does, only the rest is. Where they part in the middle,
@@ -105,15 +101,16 @@ class MultiAgentRunner:
         have forgotten the middle, nor where layers keep states: there both are stored whole.
 
         Args:
-            content: A text, or chat messages. With a chat template a text becomes the system message,
-                or the head of the first user message where the template takes no system message.
+            content: Chat messages, or a text: the system message where the chat template takes one,
+                or else the head of the first user message.
+            tools: JSON schemas of what its readers can call, for the chat template.
 
         Raises:
             ValueError: There is nothing to share, it is no text and no list of messages, or the chat
                 template cannot put it first.
         """
         with self._lock:
-            shared = shared_text(self.tokenizer, content)
+            shared = shared_text(self.tokenizer, content, tools)
             ids = shared_ids(self.tokenizer, shared)
             return self._shares.add(shared, ids, self._answering.alone()).prefix
 
@@ -149,11 +146,7 @@ class MultiAgentRunner:
             return self._roster.add(agent)
 
     def prompt_ids(self, agent: Agent | str, message: str) -> list[int]:
-        """Gives the whole prompt that `run` would send now if `agent` were asked `message`.
-
-        Raises:
-            ValueError: The agent is unknown, or nothing follows the shared text.
-        """
+        """Gives the whole prompt that `run` would send now; a ValueError if it could not."""
         with self._lock:
             return self._answering.prompt_ids(known_agent(self.agents, agent), message)
 
@@ -182,12 +175,12 @@ class MultiAgentRunner:
             ValueError: No message, an unknown agent, one asked twice or still answering, or an argument
                 of `generate` that this method sets itself or cannot serve.
         """
-        with self._lock, _runners_words():
+        with self._lock, runners_words():
             questions = self._questions(messages, seed, generation_kwargs)
             started = self._answering.start([each for each in questions if not each.reasons])
-            _note_asked(questions, is_asked=True)
+            note_asked(questions, is_asked=True)
         try:
-            with self._lock, _runners_words():
+            with self._lock, runners_words():
                 others = [each for each in questions if each.reasons]
                 replies, reports = self._answering.generate(others)
             replies.update((reply.name, reply) for reply in replies_of(started.turns))
@@ -196,17 +189,17 @@ class MultiAgentRunner:
             started.cancel()
             raise
         finally:
-            _note_asked(questions, is_asked=False)
+            note_asked(questions, is_asked=False)
 
     async def arun(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
     ) -> dict[str, Reply]:
         """Does what `run` does without blocking the event loop."""
-        with self._lock, _runners_words():
+        with self._lock, runners_words():
             questions = self._questions(messages, seed, generation_kwargs)
             has_others = any(each.reasons for each in questions)
             started = self._answering.start([] if has_others else questions)
-            _note_asked([] if has_others else questions, is_asked=True)
+            note_asked([] if has_others else questions, is_asked=True)
         if has_others:
             return await asyncio.to_thread(self.run, messages, seed=seed, **generation_kwargs)
         try:
@@ -217,7 +210,7 @@ class MultiAgentRunner:
             started.cancel()
             raise
         finally:
-            _note_asked(questions, is_asked=False)
+            note_asked(questions, is_asked=False)
 
     def submit(
         self, agent: Agent | str, message: str, *, seed: int | None = None, **generation_kwargs: Any
@@ -231,6 +224,34 @@ class MultiAgentRunner:
             ValueError: As for `run`; or the engine cannot decode this way.
         """
         return self._submit({agent: message}, seed, generation_kwargs)[0]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        name: str = "",
+        seed: int | None = None,
+        **generation_kwargs: Any,
+    ) -> Turn:
+        """Asks for the answer to a whole conversation, and returns at once.
+
+        For callers that send all of it each time, as agent frameworks do. What it has in common with a
+        text of `share`, or with earlier calls, is not computed again. `max_rows` conversations are held.
+
+        Args:
+            messages: The conversation; of a tokenizer without a chat template the contents are joined.
+            tools: As for `share`.
+            name: The name of the reply.
+            seed: As for `run`.
+            generation_kwargs: Likewise.
+
+        Raises:
+            ColdPoolFullError: As for `submit`.
+            ValueError: They are no messages of text, or as for `submit`.
+        """
+        with self._lock, runners_words():
+            return self._answering.chat(messages, tools, name, seed, generation_kwargs)
 
     def stream(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
@@ -279,7 +300,7 @@ class MultiAgentRunner:
         return questions
 
     def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> list[Turn]:
-        with self._lock, _runners_words():
+        with self._lock, runners_words():
             questions = self._questions(messages, seed, kwargs)
             if reasons := dict.fromkeys(reason for each in questions for reason in each.reasons):
                 raise ValueError(
@@ -296,22 +317,3 @@ class MultiAgentRunner:
                 question.heard(replies[question.agent.name])
             self._report = RunReport.joined(reports)
         return {each.agent.name: replies[each.agent.name] for each in questions}
-
-    def _forget(self) -> None:
-        for agent in self.agents.values():
-            self._roster.forget(agent)
-
-
-def _note_asked(questions: list[Question], *, is_asked: bool) -> None:
-    """Keeps agents from being asked again before their history has grown."""
-    for question in questions:
-        question.agent._is_asked = is_asked
-
-
-@contextmanager
-def _runners_words() -> Iterator[None]:
-    """Names the limit as a runner does."""
-    try:
-        yield
-    except ColdPoolFullError as error:
-        raise ColdPoolFullError(renamed(str(error))) from error

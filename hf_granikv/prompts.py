@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jinja2 import TemplateError
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
+# a JSON schema, as chat templates take them
+Tool = Mapping[str, Any]
 
 _SEPARATOR = "\n\n"
 
@@ -23,14 +25,18 @@ class SharedText:
     Attributes:
         text: The rendered text, exactly as it stands at the head of each rendered prompt.
         messages: The messages behind it; empty where the tokenizer has no chat template.
+        tools: What the template is told that the agents can call.
     """
 
     text: str
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 def shared_text(
-    tokenizer: "PreTrainedTokenizerBase", content: str | Sequence[Message]
+    tokenizer: "PreTrainedTokenizerBase",
+    content: str | Sequence[Message],
+    tools: Sequence[Tool] | None = None,
 ) -> SharedText:
     """Gives the text that all prompts over `content` begin with.
 
@@ -41,9 +47,11 @@ def shared_text(
         ValueError: `content` is empty, is neither text nor messages of text, or is a list of messages
             that the template cannot put at the head of a prompt, or that no template is there for.
     """
-    contents = [content] if isinstance(content, str) else _contents(content)
+    contents = [content] if isinstance(content, str) else contents_of("share", content)
     if not any(text.strip() for text in contents):
         raise ValueError("share was given nothing to share; pass a text or messages with content.")
+    _check_tools("share", tokenizer, tools)
+    tools = tuple(tools or ())
     if tokenizer.chat_template is None:
         if not isinstance(content, str):
             raise ValueError(
@@ -52,11 +60,11 @@ def shared_text(
             )
         return SharedText(content, ())
     if not isinstance(content, str):
-        return _shared_messages(tokenizer, content)
+        return _shared_messages(tokenizer, content, tools)
     try:
-        return _shared_messages(tokenizer, [{"role": "system", "content": content}])
+        return _shared_messages(tokenizer, [{"role": "system", "content": content}], tools)
     except ValueError:
-        return _shared_messages(tokenizer, [{"role": "user", "content": content}])
+        return _shared_messages(tokenizer, [{"role": "user", "content": content}], tools)
 
 
 def check_message(name: str, message: object) -> None:
@@ -87,7 +95,7 @@ def render(
     """
     if not shared.messages:
         return shared.text + "".join(message["content"] for message in messages)
-    text = _apply_template(tokenizer, [*shared.messages, *messages], add_generation_prompt=True)
+    text = _apply_template(tokenizer, [*shared.messages, *messages], shared.tools, prompts=True)
     if not text.startswith(shared.text):
         raise ValueError(
             "the chat template renders this conversation without the shared text at its head, so the "
@@ -95,6 +103,31 @@ def render(
             "([{'role': 'user', 'content': text}]), or share it again if the template has changed."
         )
     return text
+
+
+def render_whole(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None = None,
+) -> str:
+    """Gives the text of a whole conversation, ready for an answer.
+
+    Raises:
+        ValueError: It is no list of messages of text, it says nothing, or the chat template refuses it.
+    """
+    contents = contents_of("chat", messages)
+    if not any(text.strip() for text in contents):
+        raise ValueError("chat was given nothing to answer; pass messages with content.")
+    _check_tools("chat", tokenizer, tools)
+    if tokenizer.chat_template is None:
+        return "".join(contents)
+    try:
+        return _apply_template(tokenizer, messages, tools or (), prompts=True)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"the chat template refuses messages of {roles} ({error}); send them in other roles."
+        ) from error
 
 
 def shared_ids(tokenizer: "PreTrainedTokenizerBase", shared: SharedText) -> list[int]:
@@ -121,10 +154,16 @@ def left_padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
     return ids, mask
 
 
-def _contents(messages: object) -> list[str]:
-    if not isinstance(messages, Sequence):
+def contents_of(who: str, messages: object) -> list[str]:
+    """Gives the texts of messages.
+
+    Raises:
+        ValueError: They are no messages of text, in the words of whoever was given them.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        or_text = "a str, or " if who == "share" else ""
         raise ValueError(
-            f"share was given a {type(messages).__name__}; pass a str, or a list of messages "
+            f"{who} was given a {type(messages).__name__}; pass {or_text}a list of messages "
             "{'role': ..., 'content': ...}."
         )
     for message in messages:
@@ -133,25 +172,37 @@ def _contents(messages: object) -> list[str]:
             isinstance(message.get(key), str) for key in keys
         ):
             raise ValueError(
-                f"share was given the message {message!r}; give each message a 'role' and a "
+                f"{who} was given the message {message!r}; give each message a 'role' and a "
                 "'content' that are one str each (join the text parts of a content list)."
             )
     return [message["content"] for message in messages]
 
 
+def _check_tools(
+    who: str, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[Tool] | None
+) -> None:
+    if tools and tokenizer.chat_template is None:
+        raise ValueError(
+            f"{who} was given {len(tools)} tools, but the tokenizer has no chat template to tell the model "
+            "of them; set tokenizer.chat_template, or describe them in the text."
+        )
+
+
 def _shared_messages(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: tuple[Tool, ...]
 ) -> SharedText:
     ends_with_user = messages[-1]["role"] == "user"
     try:
         # a later turn may move what an early one has at its head, so both are tried
         openings = [
-            _apply_template(tokenizer, [*messages, *turn])
+            _apply_template(tokenizer, [*messages, *turn], tools)
             for turn in (_turn("a"), _turn("b"), [*_turn("a"), _reply(), *_turn("b")])
         ]
         # up to the agent's own text where that continues the last message, else whole messages
         text = (
-            _common_head(*openings[:2]) if ends_with_user else _apply_template(tokenizer, messages)
+            _common_head(*openings[:2])
+            if ends_with_user
+            else _apply_template(tokenizer, messages, tools)
         )
     except TemplateError as error:
         raise ValueError(
@@ -163,7 +214,7 @@ def _shared_messages(
             "the chat template does not put the shared messages at the head of a conversation; "
             "share the text as one user message."
         )
-    return SharedText(text, tuple(messages))
+    return SharedText(text, tuple(messages), tools)
 
 
 def _common_head(first: str, second: str) -> str:
@@ -183,7 +234,9 @@ def _reply() -> Message:
 def _apply_template(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
-    add_generation_prompt: bool = False,
+    tools: Sequence[Tool] = (),
+    *,
+    prompts: bool = False,
 ) -> str:
     joined: list[dict[str, str]] = []
     for message in messages:
@@ -191,8 +244,9 @@ def _apply_template(
             joined[-1]["content"] += _SEPARATOR + message["content"]
         else:
             joined.append(dict(message))
+    schemas: list[Any] | None = [dict(tool) for tool in tools] or None
     text = tokenizer.apply_chat_template(
-        joined, tokenize=False, add_generation_prompt=add_generation_prompt
+        joined, tools=schemas, tokenize=False, add_generation_prompt=prompts
     )
     return cast("str", text)
 

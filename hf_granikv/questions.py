@@ -114,3 +114,23 @@ def _resolved(agents: Mapping[str, Agent], messages: Messages) -> dict[str, str]
         check_message(name, message)
         asked[name] = message
     return asked
+
+
+def note_asked(questions: list[Question], *, is_asked: bool) -> None:
+    """Keeps agents from being asked again before their history has grown."""
+    for question in questions:
+        question.agent._is_asked = is_asked
+
+
+def check_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Checks that a model embeds whatever a tokenizer gives.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer knows {len(tokenizer)} tokens, the model embeds {vocab_size}; "
+            "pass the model's own tokenizer, or call model.resize_token_embeddings."
+        )

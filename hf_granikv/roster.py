@@ -87,3 +87,8 @@ class Roster:
         if agent._memory is not None:
             agent._memory.close()
         agent._memory = None
+
+    def forget_all(self) -> None:
+        """Gives back what all agents hold in the pools."""
+        for agent in self.all.values():
+            self.forget(agent)

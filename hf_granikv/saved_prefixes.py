@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_granikv.announce import transformers_model
+from hf_granikv.engine_use import EngineUse, between_steps
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.loaded_levels import check_levels, hold, moved, without_held
@@ -46,11 +47,13 @@ class LoadingCache(RowsCache):
     """A cache that takes prefixes from files."""
 
     _models: KnownModels
+    engines: EngineUse
 
     def attach(self, model: nn.Module) -> PreTrainedModel:
         """Lets a model use the cache."""
         raise NotImplementedError
 
+    @between_steps
     def load(self, path: str | os.PathLike[str], model: nn.Module) -> Prefix:
         """Maps a prefix that `prefix.save` wrote, and all it extends, for rows to come.
 

@@ -87,6 +87,12 @@ class Shares:
         """The share that is stored as this prefix, or was."""
         return next((s for s in self._all if prefix in (s.prefix, *s.former)), None)
 
+    def read_by(self, text: str) -> Share | None:
+        """The longest text that another one starts with, and goes on after."""
+        heads = [share for share in self._all if text.startswith(share.shared.text)]
+        heads = [share for share in heads if len(share.shared.text) < len(text)]
+        return max(heads, key=lambda share: len(share.shared.text), default=None)
+
     def add(
         self,
         shared: SharedText,

@@ -201,10 +201,10 @@ class CacheState(BatchRows):
         self._settle_interrupted()
         super().select_rows(indices)
 
-    def park(self, row: int) -> ParkedRow:
-        """Copies what a row holds; it stays in the batch."""
+    def lend(self, row: int) -> ParkedRow:
+        """What a row holds, its tokens where they are; valid until some row changes."""
         self._settle_interrupted()
-        return super().park(row)
+        return super().lend(row)
 
     def _settle_interrupted(self) -> None:
         """Undoes what an interrupt has left, which torch does not show to hooks.

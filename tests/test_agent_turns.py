@@ -354,8 +354,8 @@ def test_an_interrupt_cancels_a_run(runner, monkeypatch):
 
 def test_a_budget_of_bytes_is_kept(model):
     prompts = {name: len(message) + 9 for name, message in MESSAGES.items()}
-    # 256 bytes per token, and room for two of three
-    with new_runner(model, byte_tokenizer(), max_bytes=2 * 256 * 60) as runner:
+    # 256 bytes per token, a quarter of them twice while a pool grows, and room for two of three
+    with new_runner(model, byte_tokenizer(), max_bytes=256 * 78) as runner:
         wanted = new_runner(model, byte_tokenizer()).run(MESSAGES, **LONG)
         assert runner.run(MESSAGES, **LONG) == wanted
         assert sum(prompts.values()) > 60 >= runner._answering._engine.figures.peak_tokens

@@ -28,6 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "lazy": {"tokenwise"},
     "row_processors": set(),
     "announce": {"row_processors"},
+    "engine_use": set(),
     "masks": set(),
     "windows": set(),
     "recording": {"announce", "layer", "pools", "recurrent"},
@@ -71,8 +72,8 @@ ARROWS: dict[str, set[str]] = {
     "prefix_file": {"model_digest", "pools", "tensor_file"},
     "loaded_levels": {"held_prefixes", "lookup", "pools", "prefix_file"},
     "saved_prefixes": {
-        *("announce", "known_models", "layer_kinds", "loaded_levels", "pools", "prefix_file"),
-        "rows_cache",
+        *("announce", "engine_use", "known_models", "layer_kinds", "loaded_levels", "pools"),
+        *("prefix_file", "rows_cache"),
     },
     "in_process": set(),
     "rows_cache": {"in_process", "layer_kinds", "state"},
@@ -80,7 +81,7 @@ ARROWS: dict[str, set[str]] = {
         *("backends", "batch_rows", "dispatch", "layer", "pools", "recording", "state"),
     },
     "cache": {
-        *("accounting", "announce", "batch_rows", "cut_prompts", "forward_reader"),
+        *("accounting", "announce", "batch_rows", "cut_prompts", "engine_use", "forward_reader"),
         *("known_models", "layer_kinds", "lookup", "pools", "prefix_inputs", "prefix_making"),
         *("recording", "recurrent", "row_prefixes", "saved_prefixes", "state"),
     },
@@ -94,8 +95,11 @@ ARROWS: dict[str, set[str]] = {
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
     "level_cuts": {"held_prefixes", "pools"},
     "live_levels": {"batch_rows", "cache", "held_prefixes", "level_cuts", "pools"},
+    "segment_runs": {"announce", "layer_kinds", "packed"},
+    "row_budget": {"pools"},
     "live_rows": {
         *("announce", "batch_rows", "cache", "layer_kinds", "live_levels", "packed", "pools"),
+        *("row_budget", "segment_runs"),
     },
     "worth": {"announce", "attention", "backends", "dispatch"},
     "shared_prefix": set(),
@@ -111,7 +115,7 @@ ARROWS: dict[str, set[str]] = {
     "batches": {"announce", "layer_kinds"},
     "engine": {
         *("agent", "announce", "batch_rows", "cache", "level_cuts", "live_levels", "live_rows"),
-        *("pools", "settings", "shared_prefix", "worth"),
+        *("pools", "row_budget", "settings", "shared_prefix", "worth"),
     },
     "shares": {"cache", "level_cuts", "lookup", "pools", "prompts", "shared_prefix", "timing"},
     "generate_runs": {
@@ -127,9 +131,10 @@ ARROWS: dict[str, set[str]] = {
     "engine_runs": {"accounting", "agent", "engine", "report", "shares"},
     "questions": {"agent", "engine", "prompts", "settings"},
     "roster": {"agent"},
+    "conversations": {"engine", "pools"},
     "answering": {
-        *("agent", "engine", "engine_runs", "generate_runs", "pools", "prompts", "questions"),
-        *("report", "shares", "worth"),
+        *("agent", "conversations", "engine", "engine_runs", "generate_runs", "pools", "prompts"),
+        *("questions", "report", "settings", "shares", "worth"),
     },
     "multi_agent": {
         *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
@@ -149,6 +154,7 @@ WITHOUT_TRANSFORMERS = {
     *("step_attention", "step_work", "gradients"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels", "calibrating"),
+    *("engine_use", "row_budget"),
 }
 
 

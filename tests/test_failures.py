@@ -21,14 +21,13 @@ def memory_runs_out(monkeypatch: pytest.MonkeyPatch, *, at: int = 1) -> Iterator
     """The `at`-th time that a pool which holds tokens grows, in its second layer."""
     grow, calls = SlotStorage.resize, []
 
-    def resize(self: SlotStorage, num_slots: int, src: Any, dst: Any) -> None:
-        if len(src):
-            calls.append(1)
-        if len(calls) == at and len(src):
-            with monkeypatch.context() as patch:
-                patch.setattr("hf_granikv.pools.storage._moved", _fails_in_the_second_layer())
-                grow(self, num_slots, src, dst)
-        grow(self, num_slots, src, dst)
+    def resize(self: SlotStorage, num_slots: int) -> None:
+        is_growth = 0 < self.num_slots < num_slots and self.bytes_per_token > 0
+        calls.extend([1] * is_growth)
+        with monkeypatch.context() as patch:
+            if is_growth and len(calls) == at:
+                patch.setattr("hf_granikv.pools.storage.zeros", _fails_in_the_second_layer())
+            grow(self, num_slots)
 
     with monkeypatch.context() as patch:
         patch.setattr(SlotStorage, "resize", resize)
@@ -38,13 +37,13 @@ def memory_runs_out(monkeypatch: pytest.MonkeyPatch, *, at: int = 1) -> Iterator
 def _fails_in_the_second_layer() -> Callable[..., Any]:
     from hf_granikv.pools import storage
 
-    moved, calls = storage._moved, []
+    made, calls = storage.zeros, []
 
     def fails(*args: Any) -> Any:
         calls.append(1)
-        if len(calls) > 2:
+        if len(calls) > 1:
             raise torch.OutOfMemoryError("no memory left")
-        return moved(*args)
+        return made(*args)
 
     return fails
 

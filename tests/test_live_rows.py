@@ -16,6 +16,7 @@ from hf_granikv import AsymmetricPagedCache
 from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.hybrids import EXACT_HYBRIDS
 from hf_granikv.live_rows import LiveRows, Row
+from hf_granikv.row_budget import RowBudget
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_moe", "llama4", "opt")
 
@@ -23,12 +24,14 @@ FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "qwen3_moe", "l
 class Watched:
     """Live rows beside the ids that each row has taken."""
 
-    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, budget: RowBudget | None = None, **options: Any
+    ) -> None:
         self.model = model
         # states sum over all tokens, in another order where they are read one by one
         self.atol = 1e-3 if model.config.model_type in EXACT_HYBRIDS else 1e-4
         self.cache, self.prefixes = planted(model, **options)
-        self.live = LiveRows(model, self.cache)
+        self.live = LiveRows(model, self.cache, budget=budget)
         self.taken: dict[Row, tuple[str, list[int]]] = {}
 
     def start(self, read: str, parked: Any = None, own: tuple[int, ...] = ()) -> Row:

@@ -5,17 +5,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeGuard
 
-import torch
 from torch import Tensor
 
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.figures import EngineFigures
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
-from hf_granikv.engine.memory import NOTHING, Memory, num_common
-from hf_granikv.engine.offload import OffloadedRow
+from hf_granikv.engine.memory import NOTHING, num_common
+from hf_granikv.engine.offload import OffloadedRow, is_out_of_memory
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.engine.sampling import chosen
 from hf_granikv.engine.schedule import Limits, Moves, Seat, next_moves, step_feeds
@@ -174,11 +172,16 @@ class Batch:
     def _resumed(self, job: Job) -> tuple[Row, int]:
         """Gives a row with what is held of the ids of a job, and how many its memory had."""
         kept = NOTHING if job.memory is None else job.memory.kept
-        num_kept, parked = num_common(kept.token_ids, job.token_ids), kept.parked
-        if parked is not None and num_kept > job.num_shared and self._goes_on(parked, job):
+        num_kept, parked, num_copied = num_common(kept.token_ids, job.token_ids), kept.parked, 0
+        if parked is not None and num_kept > job.num_shared and job.goes_on_from(parked):
             if job.leaf is not parked.prefix and job.leaf is not None:
                 parked = parked.after(job.leaf)
-            row = self._rows.start(parked.prefix, parked)
+                num_copied = parked.num_tokens
+            try:
+                row = self._rows.start(parked.prefix, parked, num_copied=num_copied)
+            except ColdPoolFullError:
+                # it cannot be there twice
+                return self._rows.start(job.leaf), min(num_kept, job.num_shared)
             try:
                 self._rows.crop(row, parked.num_tokens - num_kept + job.num_shared)
                 return row, num_kept
@@ -188,15 +191,12 @@ class Batch:
                 num_kept = 0
         return self._rows.start(job.leaf), min(num_kept, job.num_shared)
 
-    def _goes_on(self, parked: ParkedRow, job: Job) -> bool:
-        """Whether a row goes on from what a job reads, or from an earlier part of that."""
-        return parked.prefix is None or (job.leaf is not None and parked.prefix in job.leaf.chain)
-
     def _preempt(self, job: Job, *, may_keep: bool = True) -> None:
         may_keep = may_keep and self._cost.frees_budget
         num_tokens = job.num_private
         if may_keep and self._cost.keeps(num_tokens, num_tokens * self._rows.bytes_per_token):
-            job.offloaded = OffloadedRow.of(self._rows.park(job.row))
+            parked = self._parked(job.row)
+            job.offloaded = None if parked is None else OffloadedRow.of(parked)
         else:
             self._rows.drop(job.row)
         job.row, job.num_held = None, 0
@@ -218,27 +218,34 @@ class Batch:
         try:
             found = self._rows.forward({job.row: job.next_ids(n) for job, n in feeds.items()})
         except Exception as error:
-            youngest, count = max(feeds.items(), key=lambda item: item[0].order)
-            if _is_out_of_memory(error):
-                self._give_way(youngest, count, error)
-            elif len(feeds) > 1:
-                logger.debug("a step of %d rows failed (%s); each runs alone", len(feeds), error)
-                for job in feeds:
-                    job.is_suspect = True
-                return self._computed(feeds)
-            elif isinstance(error, TornStateError):
-                # another row's failure has cost it the states it had
-                self._preempt(youngest, may_keep=False)
-            else:
-                self._fail(youngest, error)
-            return {}
-        for job, count in feeds.items():
-            job.is_suspect = False
-            num_again = job.holds_more(count)
-            job.turn.computed_tokens += num_again
-            self.figures.computed_tokens += count
-            self.figures.prompt_tokens += num_again
-        return {job: found[job.row] for job in feeds}
+            is_for_each = self._broken_off(feeds, error)
+        else:
+            for job, count in feeds.items():
+                job.is_suspect = False
+                num_again = job.holds_more(count)
+                job.turn.computed_tokens += num_again
+                self.figures.computed_tokens += count
+                self.figures.prompt_tokens += num_again
+            return {job: found[job.row] for job in feeds}
+        # not before the error is gone, whose frames hold tensors
+        return self._computed(feeds) if is_for_each else {}
+
+    def _broken_off(self, feeds: Mapping[Job, int], error: Exception) -> bool:
+        """Deals with a forward that failed; says whether each turn is to try alone."""
+        youngest, count = max(feeds.items(), key=lambda item: item[0].order)
+        if is_out_of_memory(error):
+            self._give_way(youngest, count, error)
+        elif len(feeds) > 1:
+            logger.debug("a step of %d rows failed (%s); each runs alone", len(feeds), error)
+            for job in feeds:
+                job.is_suspect = True
+            return True
+        elif isinstance(error, TornStateError):
+            # another row's failure has cost it the states it had
+            self._preempt(youngest, may_keep=False)
+        else:
+            self._fail(youngest, error)
+        return False
 
     def _give_way(self, job: Job, count: int, error: Exception) -> None:
         """Makes room that the budget said was there: of idle agents, of younger turns, of chunks."""
@@ -247,6 +254,7 @@ class Batch:
         elif {job.order} != self._running.keys() and self._running:
             together = {job, *self._running.values()}
             num_tokens = sum(each.seat.num_ids for each in together) + self._sharing.num_tokens
+            num_tokens += len(together) * self.limits.tokens_per_row
             self._learned = replace(self._learned, max_tokens=num_tokens - 1)
             if job.row is not None:
                 self._preempt(self._running[max(self._running)], may_keep=False)
@@ -283,30 +291,30 @@ class Batch:
         self._waiting.pop(job.order, None)
         self._running.pop(job.order, None)
         row, job.row, job.offloaded = job.row, None, None
-        if row is not None and job.num_held and _keeps(job.memory):
-            held = tuple(job.token_ids[: job.num_held])
-            try:
-                self._memories.keep(job.memory, held, self._rows.park(row))
-            except Exception:
-                logger.info("the tokens of a turn could not be kept", exc_info=True)
-                self._rows.drop(row)
+        memory = job.memory
+        if row is not None and job.num_held and memory is not None and not memory.is_closed:
+            if (parked := self._parked(row)) is not None:
+                self._memories.keep(memory, tuple(job.token_ids[: job.num_held]), parked)
         elif row is not None:
             self._rows.drop(row)
         self.figures.num_turns += 1
         tell()
+
+    def _parked(self, row: Row) -> ParkedRow | None:
+        """Takes a row out with what it holds; idle agents make room for the copy. None if they cannot."""
+        while True:
+            try:
+                return self._rows.park(row)
+            except Exception as error:
+                longest_idle = [each.key for each in self._memories.idle()[:1]]
+                if not longest_idle or not isinstance(error, ColdPoolFullError):
+                    logger.info("the tokens of a turn could not be kept", exc_info=True)
+                    self._rows.drop(row)
+                    return None
+                self.figures.num_evictions += self._memories.forget(longest_idle)  # type: ignore[arg-type]
 
     def _note_held(self) -> None:
         held = sum(job.num_private for job in self._running.values()) + self._sharing.num_tokens
         held += sum(tokens.num_tokens for tokens in self._memories.idle())
         self.figures.held_tokens = held
         self.figures.peak_tokens = max(self.figures.peak_tokens, held)
-
-
-def _keeps(memory: Memory | None) -> TypeGuard[Memory]:
-    return memory is not None and not memory.is_closed
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    kinds = (ColdPoolFullError, torch.OutOfMemoryError, MemoryError)
-    # torch's allocator on the CPU has no error of its own
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)

@@ -26,6 +26,8 @@ from hf_granikv.engine.worker import Worker
 from hf_granikv.journal import Journal
 from hf_granikv.live_rows import LiveRows
 from hf_granikv.pools import Prefix
+from hf_granikv.pools.budget import PoolBudget
+from hf_granikv.row_budget import RowBudget
 from hf_granikv.worth import Worth
 
 if TYPE_CHECKING:
@@ -62,11 +64,18 @@ class Engine:
         options = options or EngineOptions()
         self._model = model
         self._tokenizer = tokenizer
-        max_slots = _max_slots(model, cache, options.max_bytes)
-        self._rows = LiveRows(model, cache, max_slots=max_slots)
-        limit = self._rows.num_slots_limit
-        self._limits = Limits(limit, options.max_rows, options.max_step_tokens)
-        self._memories = Memories()
+        self._memories = memories = Memories()
+        sizes = _sizes(model, cache, options.max_bytes)
+        budget = None if sizes is None else RowBudget(sizes, lambda: memories.num_bytes)
+        self._rows = LiveRows(model, cache, budget=budget)
+        limits = [cache.rows.options.cold_slots, None if sizes is None else sizes.num_tokens]
+        self._limits = Limits(
+            min((limit for limit in limits if limit is not None), default=None),
+            options.max_rows,
+            options.max_step_tokens,
+            tokens_per_row=0 if sizes is None else sizes.tokens_per_row,
+            moves_rows=sizes is not None,
+        )
         is_on_host = device_of_ids(transformers_model(model)).type == "cpu"
         cost = PreemptionCost(frees_budget=not is_on_host)
         worth = Worth(model, options.min_shared_tokens)
@@ -74,6 +83,7 @@ class Engine:
         self._figures = batch.figures
         self._worker = Worker(batch)
         self._memories.on_close = self._worker.tidy
+        cache.engines.add(self._worker)
         self._finalizer = weakref.finalize(self, self._worker.close)
 
     def __enter__(self) -> "Engine":
@@ -136,7 +146,10 @@ class Engine:
         return self._memories.make(prefix)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Keeps the engine between two steps, for callers that use the model or the cache meanwhile."""
+        """Keeps the engine between two steps, for callers that run the model or the cache meanwhile.
+
+        Methods of the cache that change its prefixes do so by themselves.
+        """
         return self._worker.paused()
 
     def gathering(self) -> AbstractContextManager[None]:
@@ -207,20 +220,24 @@ class Engine:
         self._worker.cancel(job)
 
 
-def _max_slots(model: nn.Module, cache: AsymmetricPagedCache, max_bytes: int | None) -> int | None:
-    """How many private tokens fit, with as many free slots as their pool may come to hold."""
+def _sizes(
+    model: nn.Module, cache: AsymmetricPagedCache, max_bytes: int | None
+) -> PoolBudget | None:
+    """What rows may take, and what a token takes of it."""
     if max_bytes is None:
         return None
     rows = LiveRows(model, cache)
-    probe = rows.start(None)
-    rows.forward({probe: [0]})
-    num_slots = max_bytes // (2 * rows.bytes_per_token)
-    if not num_slots:
+    rows.forward({rows.start(None): [0]})
+    pool = rows.pools[-1]
+    states = rows.num_bytes - pool.num_bytes
+    sizes = PoolBudget(max_bytes, pool.bytes_per_token, pool.largest_bytes_per_token, states)
+    if sizes.num_tokens <= sizes.tokens_per_row:
         raise ValueError(
-            f"max_bytes is {max_bytes}, one private token takes {rows.bytes_per_token} and as much "
-            "again for free slots; raise it."
+            f"max_bytes is {max_bytes}, one private token takes "
+            f"{sizes.bytes_for(sizes.tokens_per_row + 1)} with its table, the states of its row, and what "
+            "is there twice while a pool grows; raise it."
         )
-    return num_slots
+    return sizes
 
 
 def _check_prompt(ids: list[int], prefix: Prefix | None) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.memory import Memory
 from hf_granikv.engine.offload import OffloadedRow
 from hf_granikv.engine.sampler import Sampler
@@ -58,6 +59,10 @@ class Job:
     def num_shared(self) -> int:
         """How many of its ids are in what it reads."""
         return num_between(self.prefix, self.leaf)
+
+    def goes_on_from(self, parked: ParkedRow) -> bool:
+        """Whether a row reads what this turn does, or an earlier part of that."""
+        return parked.prefix is None or (self.leaf is not None and parked.prefix in self.leaf.chain)
 
     @property
     def num_private(self) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.batch_rows import ParkedRow
+from hf_granikv.errors import ColdPoolFullError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +45,10 @@ def _on(parked: ParkedRow, devices: Any) -> ParkedRow:
     )
     states = tuple({k: t.to(next(devices)) for k, t in each.items()} for each in parked.states)
     return replace(parked, tokens=tokens, states=states)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether something did not fit, into a pool or into memory."""
+    kinds = (ColdPoolFullError, torch.OutOfMemoryError, MemoryError)
+    # torch's allocator on the CPU has no error of its own
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

@@ -10,9 +10,9 @@ class EngineOptions:
     """The options of an engine; the `cold_slots` of its cache are another.
 
     Attributes:
-        max_bytes: The most bytes of tokens after the prefixes, of running turns and idle agents
-            together, with the free slots of their pools, for which half of it is set aside; None for
-            no limit.
+        max_bytes: The most bytes of private tokens, of running turns and idle agents together: with
+            what they have come to share, states, the free slots and tables of their pools, and what is
+            there twice while a pool changes its size or a row its batch. None for no limit.
         max_rows: The most turns that run at a time; more wait.
         max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
             keeps running answers waiting.

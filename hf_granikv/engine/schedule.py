@@ -28,12 +28,18 @@ class Limits:
             rest goes to prompts. Running answers always get theirs.
         lookahead: Tokens that each running turn must still be able to take when another one enters,
             so that it is not sent away again right after.
+        tokens_per_row: How many tokens take as much as a row does beside its own; they count towards
+            `max_tokens`.
+        moves_rows: Whether a row that changes its batch is there twice meanwhile, within `max_tokens`:
+            a turn enters when the longest one could be.
     """
 
     max_tokens: int | None = None
     max_rows: int = 64
     max_step_tokens: int = 256
     lookahead: int = 16
+    tokens_per_row: int = 0
+    moves_rows: bool = False
 
     def check_fits(self, num_tokens: int) -> None:
         """Checks that a turn can run to its end when it is alone.
@@ -44,12 +50,23 @@ class Limits:
         Raises:
             ColdPoolFullError: With the numbers and the remedy.
         """
-        if self.max_tokens is not None and num_tokens > self.max_tokens:
-            raise ColdPoolFullError(
-                f"a turn of up to {num_tokens} private tokens was asked, the budget is "
-                f"{self.max_tokens} for all; raise max_cold_slots or max_bytes, shorten the "
-                "message, or lower max_new_tokens."
-            )
+        if self.max_tokens is None or num_tokens + self.tokens_per_row <= self.max_tokens:
+            return
+        beside = f" and {self.tokens_per_row} for its states" if self.tokens_per_row else ""
+        raise ColdPoolFullError(
+            f"a turn of up to {num_tokens} private tokens{beside} was asked, the budget is "
+            f"{self.max_tokens} for all; raise max_cold_slots or max_bytes, shorten the "
+            "message, or lower max_new_tokens."
+        )
+
+    def committed(self, seats: "Sequence[Seat]") -> int:
+        """What turns take once all their ids are computed."""
+        return sum(max(seat.num_ids, seat.num_held) + self.tokens_per_row for seat in seats)
+
+    def ahead(self, seats: "Sequence[Seat]") -> int:
+        """What has to be free beside when the last of these turns enters."""
+        to_come = sum(min(seat.num_to_come, self.lookahead) for seat in seats)
+        return to_come + max(seat.num_ids for seat in seats) * self.moves_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +133,7 @@ def next_moves(
     room = _Room(limits, idle)
     stays = sorted(running, key=lambda seat: seat.order)
     preempted: list[int] = []
-    while not room.makes(committed(stays)) and len(stays) > 1:
+    while not room.makes(limits.committed(stays)) and len(stays) > 1:
         preempted.append(stays.pop().order)
     if preempted:
         return Moves(tuple(room.evicted), tuple(preempted))
@@ -125,10 +142,12 @@ def next_moves(
         entered = [*stays, seat]
         if len(entered) > limits.max_rows:
             break
-        ahead = sum(min(each.num_to_come, limits.lookahead) for each in entered)
-        if stays and not room.could_make(committed(entered) + ahead):
+        committed, ahead = limits.committed(entered), limits.ahead(entered)
+        can_go_on = room.could_make(committed + ahead)
+        if stays and not can_go_on:
             break
-        room.makes(committed(entered), enters=seat.order)
+        # a row that moves finds the room for it now
+        room.makes(committed + ahead * (limits.moves_rows and can_go_on), enters=seat.order)
         stays = entered
         admitted.append(seat.order)
     return Moves(tuple(room.evicted), (), tuple(admitted))
@@ -156,6 +175,7 @@ class _Room:
     def __init__(self, limits: Limits, idle: Sequence[IdleTokens]) -> None:
         self.evicted: list[Hashable] = []
         self._limit = limits.max_tokens
+        self._per_row = limits.tokens_per_row
         # what a waiting turn is going to read goes last
         self._idle = sorted(idle, key=lambda tokens: tokens.wanted_by is not None)
 
@@ -171,12 +191,10 @@ class _Room:
             enters: The turn that takes its own idle tokens over.
         """
         rest = [tokens for tokens in self._idle if enters is None or tokens.wanted_by != enters]
-        while rest and not self.could_make(num_tokens + sum(each.num_tokens for each in rest)):
+        while rest and not self.could_make(num_tokens + self._held(rest)):
             self.evicted.append(rest.pop(0).key)
         self._idle = rest
-        return self.could_make(num_tokens + sum(each.num_tokens for each in rest))
+        return self.could_make(num_tokens + self._held(rest))
 
-
-def committed(seats: Sequence[Seat]) -> int:
-    """Private tokens that turns hold, or will before they choose their next one."""
-    return sum(max(seat.num_ids, seat.num_held) for seat in seats)
+    def _held(self, idle: Sequence[IdleTokens]) -> int:
+        return sum(tokens.num_tokens + self._per_row for tokens in idle)

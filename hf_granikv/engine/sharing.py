@@ -9,7 +9,7 @@ from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.claims import Claim, claims_of
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
-from hf_granikv.engine.schedule import Limits, committed
+from hf_granikv.engine.schedule import Limits
 from hf_granikv.live_rows import LiveRows
 from hf_granikv.pools import Prefix
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
@@ -108,7 +108,7 @@ class Sharing:
 
     def make_room(self, limits: Limits) -> None:
         """Drops the levels that no running turn reads, if they do not fit beside those that run."""
-        used = committed([job.seat for job in self._running.values()]) + self.num_tokens
+        used = limits.committed([job.seat for job in self._running.values()]) + self.num_tokens
         if limits.max_tokens is None or used <= limits.max_tokens:
             return
         leaves = [job.leaf for job in self._running.values() if job.leaf is not None]
@@ -218,7 +218,9 @@ class Sharing:
             self._leaders[leader] = leader.num_shared + num_tokens
             self._followers.update(job for job in jobs if job.row is None and job is not leader)
             return False
-        level = self._held_once(holder, num_tokens)
+        copied = [claim.parked or claim.level for claim in claims if claim.job is None]
+        num_copied = num_tokens + sum(each.num_tokens for each in copied if each is not None)
+        level = self._held_once(holder, num_tokens, num_copied)
         if level is None:
             return False
         if holder.job in led:
@@ -229,9 +231,10 @@ class Sharing:
             self._read(claim, level)
         return True
 
-    def _held_once(self, holder: Claim, num_tokens: int) -> Prefix | None:
+    def _held_once(self, holder: Claim, num_tokens: int, num_copied: int) -> Prefix | None:
         """Makes a level of what somebody holds; None if that fails."""
         try:
+            self._rows.make_room([], num_copied)
             if holder.level is not None:
                 return self._levels.head_of(holder.level, num_tokens)
             if holder.job is not None:
@@ -255,7 +258,7 @@ class Sharing:
         elif job is not None and claim.waits and claim.parked is None:
             job.leaf = level
         elif job is not None:
-            self._restart(job, claim.parked or self._parked(job), level)
+            self._restart(job, claim.parked, level)
 
     def _exchange(self, replaced: dict[Prefix, Prefix]) -> None:
         self._memories.exchange(
@@ -269,7 +272,7 @@ class Sharing:
             if job.leaf is None or job.leaf not in replaced:
                 continue
             if job.row is not None:
-                self._restart(job, self._parked(job), replaced[job.leaf])
+                self._restart(job, None, replaced[job.leaf])
                 continue
             job.leaf = replaced[job.leaf]
             if job.offloaded is not None:
@@ -277,20 +280,26 @@ class Sharing:
                 job.offloaded = replace(job.offloaded, parked=parked)
 
     def _parked(self, job: Job) -> ParkedRow:
+        # it is copied once more when the part that is shared is cut off
+        self._rows.make_room([], 2 * job.num_private)
         parked = self._rows.park(job.row)
         job.row = None
         return parked
 
-    def _restart(self, job: Job, parked: ParkedRow, leaf: Prefix | None) -> None:
+    def _restart(self, job: Job, parked: ParkedRow | None, leaf: Prefix | None) -> None:
         """Gives a turn that runs another row, which reads another chain; if that fails it waits again."""
         job.leaf = leaf
         try:
-            parked = parked if leaf is None else parked.after(leaf)
-            job.row = self._rows.start(leaf, parked)
+            whole = parked or self._parked(job)
+            rest = whole if leaf is None else whole.after(leaf)
+            num_copied = whole.num_tokens + rest.num_tokens
+            job.row = self._rows.start(leaf, rest, num_copied=num_copied)
             job.num_held = max(job.num_held, job.num_shared)
         except Exception:
             logger.info("a row could not be exchanged; its turn waits again", exc_info=True)
-            job.num_held = 0
+            if job.row is not None:
+                self._rows.drop(job.row)
+            job.row, job.num_held = None, 0
             self._waiting[job.order] = self._running.pop(job.order)
 
 

@@ -40,6 +40,14 @@ class Worker:
         """Whether no more turns are taken."""
         return self._is_closed
 
+    @property
+    def may_step(self) -> bool:
+        """Whether a step may run while the calling thread goes on: it neither runs nor pauses them."""
+        is_ours = (
+            threading.current_thread() is self._thread or threading.get_ident() == self._pausing
+        )
+        return not (self._is_closed or is_ours)
+
     def submit(self, job: Job) -> None:
         """Lets a turn wait for its place in the batch.
 

@@ -1,26 +1,21 @@
 """Private tokens of the rows of a batch, kept one by one."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.pools.cold_write import ColdWrite
+from hf_granikv.pools.slot_rows import SlotRows
 from hf_granikv.pools.slots import SlotAllocator
-from hf_granikv.pools.storage import KeysAndValues, SlotStorage
+from hf_granikv.pools.storage import KeysAndValues
 from hf_granikv.pools.token_table import TokenTable
 
-# room left behind each run, so that rows grow in place: at least so many slots
-MIN_HEADROOM = 8
-# rows are laid out as equal runs only while the slots that this leaves empty stay below
-MAX_LAYOUT_WASTE = 0.5
-SCATTERED_GROWTH = 1.125
 
-
-class ColdPool:
+class ColdPool(SlotRows):
     """One growable pool of token slots per layer, and the table that says who owns which.
 
     ```
@@ -36,58 +31,17 @@ class ColdPool:
     Args:
         num_layers: Layers that store tokens.
         limit: The most slots the pool may ever have; None for no limit.
-
-    Attributes:
-        table: Who owns which slot.
-        peak_bytes: The largest number of bytes held by batches that have ended since `release`.
     """
 
     def __init__(self, num_layers: int, *, limit: int | None = None) -> None:
-        self.limit = limit
-        self.table = TokenTable(0)
-        self._allocator = SlotAllocator()
-        self._storage = SlotStorage(num_layers)
+        super().__init__(num_layers, limit=limit)
         self._gather_indices: dict[torch.device, Tensor] = {}
         # per layer, keys and values as [num_rows, num_kv_heads, stride, head_dim] while rows are runs
         self._run_views: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self.peak_bytes = 0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers that have stored any."""
-        return self._storage.bytes_per_token
-
-    @property
-    def num_slots(self) -> int:
-        """Slots in storage, free ones included."""
-        return self._allocator.num_slots
-
-    @property
-    def num_tokens(self) -> int:
-        """Slots that some row owns."""
-        return self._allocator.num_slots - self._allocator.num_free
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the storages held and of the table."""
-        return self._storage.num_bytes + self.table.nbytes
-
-    def check_room(self, num_new: int, *, replacing: bool) -> None:
-        """Checks that `num_new` tokens will fit, if need be once the rows held now are gone.
-
-        Raises:
-            ColdPoolFullError: With the numbers and the remedy.
-        """
-        live = 0 if replacing else self.num_tokens
-        if self.limit is not None and live + num_new > self.limit:
-            raise ColdPoolFullError(
-                f"ColdPool has {self.limit - live} free slots of cold_slots={self.limit}, "
-                f"{num_new} needed; raise cold_slots, run fewer rows, or generate fewer tokens."
-            )
 
     def begin(self, num_rows: int) -> None:
         """Releases all rows and starts a batch of `num_rows` empty ones."""
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        self._note_peak()
         self._allocator.free(self.table.flat())
         self.table = TokenTable(num_rows)
         self._forget_views()
@@ -193,11 +147,15 @@ class ColdPool:
         slots = torch.from_numpy(self.table.row(row).copy())
         return [self._storage.take(layer_idx, slots) for layer_idx in range(len(self._storage))]
 
+    def lend_row(self, row: int) -> "LentTokens":
+        """What a row holds, read layer by layer when it is asked for; valid until rows change."""
+        return LentTokens(self, row)
+
     def add_row(self, tokens: Sequence[KeysAndValues | None], length: int) -> None:
         """Adds a row that holds these tokens, behind the others.
 
         Args:
-            tokens: What `take_row` gave, of a pool over the same layers.
+            tokens: What `take_row` or `lend_row` gave, of a pool over the same layers.
             length: Tokens of the row.
 
         Raises:
@@ -210,6 +168,9 @@ class ColdPool:
         try:
             if stride is not None and length <= stride:
                 self._grow(num_rows * stride)
+                # a limit may have left less than a run for it
+                if self.num_slots < num_rows * stride:
+                    self.table.scatter()
             self._forget_views()
             slots = self.extend(counts, None).slots
             for layer_idx, held in enumerate(tokens):
@@ -227,17 +188,11 @@ class ColdPool:
         old = new = table.row(last).copy()
         if table.stride is not None and row != last:
             new = row * table.stride + np.arange(len(old))
-            self._storage.move(torch.from_numpy(old), torch.from_numpy(new))
+            self._storage.move(old, new)
             self._allocator.hold(new)
             self._allocator.free(old)
         table.move_last(row, new)
         self._forget_views()
-
-    def tidy(self) -> None:
-        """Makes rows that moved runs again, so that reading them needs no gather."""
-        is_scattered = self.table.stride is None
-        if is_scattered and len(held := self.table.flat()) and len(np.unique(held)) == len(held):
-            self._lay_out(np.zeros(self.table.num_rows, dtype=np.int64), 1 / 8)
 
     def copy(self) -> "ColdPool":
         """An independent pool with the same rows."""
@@ -247,46 +202,6 @@ class ColdPool:
         twin._allocator.hold(self.table.flat())
         twin.table = self.table.copy()
         return twin
-
-    def check_integrity(self) -> None:
-        """Checks that every slot is free or owned by exactly the rows that list it.
-
-        Raises:
-            IntegrityError: With the broken equation in numbers.
-        """
-        self._allocator.check_integrity(self.table.flat())
-
-    def _lay_out(self, counts: NDArray[np.int64], spare: float) -> bool:
-        """Makes rows runs with room for `counts` more tokens each, if that may be."""
-        table = self.table
-        longest = int((table.lengths + counts).max(initial=0))
-        stride = longest + max(MIN_HEADROOM, int(longest * spare))
-        if self.limit is not None:
-            stride = min(stride, self.limit // table.num_rows)
-        self._forget_views()
-        num_wasted = table.num_rows * longest - int((table.lengths + counts).sum())
-        if stride < longest or num_wasted > MAX_LAYOUT_WASTE * table.num_rows * longest:
-            return False
-        old_slots, num_slots = table.flat(), table.num_rows * stride
-        new_slots = table.laid_out(stride)
-        if len(old_slots) or num_slots > self.num_slots:
-            src, dst = torch.from_numpy(old_slots), torch.from_numpy(new_slots)
-            self._storage.resize(num_slots, src, dst)
-            self._allocator = SlotAllocator()
-            self._allocator.grow(num_slots)
-            self._allocator.hold(new_slots)
-        table.lay_out(stride)
-        return True
-
-    def _grow(self, num_needed: int) -> None:
-        if num_needed <= self.num_slots:
-            return
-        num_slots = max(num_needed, int(self.num_slots * SCATTERED_GROWTH))
-        num_slots = num_slots if self.limit is None else min(num_slots, self.limit)
-        self._forget_views()
-        kept = torch.arange(self.num_slots)
-        self._storage.resize(num_slots, kept, kept)
-        self._allocator.grow(num_slots)
 
     def _runs(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         views = self._run_views[layer_idx]
@@ -317,3 +232,23 @@ class ColdPool:
     def _forget_views(self) -> None:
         self._gather_indices = {}
         self._run_views = [None] * len(self._storage)
+
+
+class LentTokens(Sequence[KeysAndValues | None]):
+    """Keys and values of a row, layer by layer, as they are in its pool.
+
+    Args:
+        pool: The pool.
+        row: The row.
+    """
+
+    def __init__(self, pool: ColdPool, row: int) -> None:
+        self._pool = pool
+        self._row = row
+
+    def __len__(self) -> int:
+        return len(self._pool._storage)
+
+    def __getitem__(self, layer_idx: Any) -> Any:
+        # slots may have moved since it was lent
+        return self._pool._storage.lend(layer_idx, self._pool.table.row(self._row).copy())

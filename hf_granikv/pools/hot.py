@@ -1,6 +1,7 @@
 """Prefixes that many rows read: stored once, exactly, and never written again."""
 
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,18 +176,20 @@ class HotPool:
     """
 
     def __init__(self) -> None:
+        # caches on several threads share a pool, and drop their holds where they end
+        self._lock = threading.RLock()
         self._holders: dict[Prefix, int] = {}
         self._seals: dict[Prefix, tuple[tuple[int, int], ...]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all prefixes held."""
-        return sum(prefix.num_bytes for prefix in self._holders)
+        return sum(prefix.num_bytes for prefix in list(self._holders))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all prefixes held."""
-        return sum(prefix.num_tokens for prefix in self._holders)
+        return sum(prefix.num_tokens for prefix in list(self._holders))
 
     def seal(
         self,
@@ -232,21 +235,24 @@ class HotPool:
                 for num_tokens, layers in (states or {}).items()
             },
         )
-        self._holders[prefix] = 1
-        self._seals[prefix] = _seal_marks(prefix)
+        with self._lock:
+            self._holders[prefix] = 1
+            self._seals[prefix] = _seal_marks(prefix)
         return prefix
 
     def acquire(self, prefix: Prefix) -> None:
         """Adds a holder."""
-        self._holders[prefix] += 1
+        with self._lock:
+            self._holders[prefix] += 1
 
     def release(self, prefix: Prefix) -> None:
         """Drops a holder; the last one lets the pool forget the prefix."""
-        self._holders[prefix] -= 1
-        if self._holders[prefix] == 0:
-            del self._holders[prefix], self._seals[prefix]
-            if prefix.parent is not None:
-                self.release(prefix.parent)
+        with self._lock:
+            self._holders[prefix] -= 1
+            if self._holders[prefix] == 0:
+                del self._holders[prefix], self._seals[prefix]
+                if prefix.parent is not None:
+                    self.release(prefix.parent)
 
     def check_integrity(self) -> None:
         """Checks that every prefix is held, exact, and unchanged since it was sealed.
@@ -254,10 +260,12 @@ class HotPool:
         Raises:
             IntegrityError: Naming the first prefix for which that is not so.
         """
-        for prefix, holders in self._holders.items():
+        with self._lock:
+            held, seals = list(self._holders.items()), dict(self._seals)
+        for prefix, holders in held:
             if holders < 1:
                 raise IntegrityError(f"{prefix} is kept with {holders} holders.")
-            if _seal_marks(prefix) != self._seals[prefix]:
+            if _seal_marks(prefix) != seals[prefix]:
                 raise IntegrityError(f"{prefix} was written to or moved after it was sealed.")
             for tensor in prefix.tensors():
                 exact = tensor.numel() * tensor.element_size()

@@ -43,6 +43,21 @@ class SlotAllocator:
             self._holds = np.concatenate([self._holds, np.zeros(extra, dtype=np.int32)])
             self._num_free += extra
 
+    def shrink(self, num_slots: int) -> None:
+        """Drops the slots behind the first `num_slots`, which are free."""
+        dropped = self._holds[num_slots:]
+        assert not dropped.any(), f"{int((dropped > 0).sum())} slots to drop are held"
+        self._num_free -= len(dropped)
+        self._holds = self._holds[:num_slots].copy()
+
+    def free_below(self, num_slots: int) -> Slots:
+        """The free ones among the first `num_slots`, in order."""
+        return np.flatnonzero(self._holds[:num_slots] == 0)
+
+    def move(self, src: Slots, dst: Slots) -> None:
+        """Passes the holds of the slots `src` on to the free slots `dst`."""
+        self._holds[dst], self._holds[src] = self._holds[src], 0
+
     def allocate(self, count: int) -> Slots:
         """Takes `count` free slots: the first run that holds them all, else the longest runs.
 

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hf_granikv.pools.slot_moves import SlotMoves
+from hf_granikv.pools.slots import Slots
 
 # keys and values of one layer; None before its first write
 KeysAndValues = tuple[Tensor, Tensor]
@@ -20,6 +24,9 @@ def zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 class SlotStorage:
     """Keys and values of every layer that has stored any, by slot.
 
+    It changes its size tensor by tensor, so that one of them at a time is there twice. A change that
+    breaks off for lack of memory leaves the slots as they were; some tensors may be larger then.
+
     Args:
         num_layers: Layers that may store tokens.
 
@@ -29,18 +36,21 @@ class SlotStorage:
 
     def __init__(self, num_layers: int) -> None:
         self.num_slots = 0
-        self._layers: list[KeysAndValues | None] = [None] * num_layers
+        # the keys of all layers, then their values
+        self._sides: tuple[list[Tensor | None], list[Tensor | None]]
+        self._sides = [None] * num_layers, [None] * num_layers
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._sides[0])
 
     def layer(self, layer_idx: int) -> KeysAndValues | None:
         """Keys and values of one layer; None before its first write."""
-        return self._layers[layer_idx]
+        keys, values = (side[layer_idx] for side in self._sides)
+        return None if keys is None or values is None else (keys, values)
 
     def written(self, layer_idx: int) -> KeysAndValues:
         """Keys and values of a layer that has written."""
-        held = self._layers[layer_idx]
+        held = self.layer(layer_idx)
         assert held is not None
         return held
 
@@ -52,7 +62,12 @@ class SlotStorage:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers that have stored any."""
-        return sum(t.shape[0] * t.shape[2] * t.element_size() for t in self._tensors())
+        return sum(map(_bytes_per_token, self._tensors()))
+
+    @property
+    def largest_bytes_per_token(self) -> int:
+        """Bytes of one token in the largest of the tensors."""
+        return max(map(_bytes_per_token, self._tensors()), default=0)
 
     def open(self, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Makes room for a layer that writes for the first time.
@@ -62,9 +77,10 @@ class SlotStorage:
             keys: `[..., num_kv_heads, any, head_dim]` of the kind to come.
             values: Likewise.
         """
-        if self._layers[layer_idx] is None:
+        if self.layer(layer_idx) is None:
             made = [zeros(t, (t.shape[-3], self.num_slots, t.shape[-1])) for t in (keys, values)]
-            self._layers[layer_idx] = made[0], made[1]
+            for side, tensor in zip(self._sides, made, strict=True):
+                side[layer_idx] = tensor
 
     def put(
         self, layer_idx: int, slots: Tensor, tokens: Sequence[Tensor], source: Tensor | None = None
@@ -83,51 +99,59 @@ class SlotStorage:
 
     def take(self, layer_idx: int, slots: Tensor) -> KeysAndValues | None:
         """Copies of the tokens in some slots, `[num_kv_heads, len(slots), head_dim]` each."""
-        held = self._layers[layer_idx]
+        held = self.layer(layer_idx)
         if held is None:
             return None
         keys, values = (t.index_select(1, slots.to(t.device)) for t in held)
         return keys, values
 
-    def move(self, src: Tensor, dst: Tensor) -> None:
-        """Copies slots `src` to the slots `dst`, which are others."""
-        for layer_idx in range(len(self._layers)):
-            tokens = self.take(layer_idx, src)
-            if tokens is not None:
-                self.put(layer_idx, dst, tokens)
+    def lend(self, layer_idx: int, slots: Slots) -> KeysAndValues | None:
+        """The tokens in some slots: views where these are a run, else copies."""
+        held, num_tokens = self.layer(layer_idx), len(slots)
+        if held is None or not num_tokens or (np.diff(slots) != 1).any():
+            return self.take(layer_idx, torch.from_numpy(slots))
+        keys, values = (t.narrow(1, int(slots[0]), num_tokens) for t in held)
+        return keys, values
 
-    def resize(self, num_slots: int, src: Tensor, dst: Tensor) -> None:
-        """Makes it `num_slots` large, with the former slots `src` at `dst` and nothing else."""
-        # nothing is changed if there is no memory for all of it
-        moved: list[KeysAndValues | None] = [
-            None
-            if held is None
-            else (_moved(held[0], num_slots, src, dst), _moved(held[1], num_slots, src, dst))
-            for held in self._layers
-        ]
-        self.num_slots, self._layers = num_slots, moved
+    def move(self, src: Slots, dst: Slots) -> None:
+        """Moves the tokens in the slots `src` to the slots `dst`; the two may overlap."""
+        if len(src):
+            SlotMoves(src, dst, self._tensors()).run()
+
+    def resize(self, num_slots: int) -> None:
+        """Makes it `num_slots` large; the first slots keep what they hold."""
+        # broken off, no tensor is smaller than is said
+        self.num_slots = min(num_slots, self.num_slots)
+        for side in self._sides:
+            for layer_idx in range(len(side)):
+                side[layer_idx] = _resized(side[layer_idx], num_slots)
+        self.num_slots = num_slots
 
     def release(self) -> None:
         """Gives all memory back."""
         self.num_slots = 0
-        self._layers = [None] * len(self._layers)
+        self._sides = [None] * len(self), [None] * len(self)
 
     def copy(self) -> "SlotStorage":
         """An independent copy."""
-        twin = SlotStorage(len(self._layers))
+        twin = SlotStorage(len(self))
         twin.num_slots = self.num_slots
-        for layer_idx, held in enumerate(self._layers):
-            if held is not None:
-                keys, values = (zeros(t, tuple(t.shape)).copy_(t) for t in held)
-                twin._layers[layer_idx] = keys, values
+        for own, other in zip(twin._sides, self._sides, strict=True):
+            own[:] = [None if t is None else zeros(t, tuple(t.shape)).copy_(t) for t in other]
         return twin
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for held in self._layers if held is not None for tensor in held]
+        return [tensor for side in self._sides for tensor in side if tensor is not None]
 
 
-def _moved(storage: Tensor, num_slots: int, src: Tensor, dst: Tensor) -> Tensor:
-    moved = zeros(storage, (storage.shape[0], num_slots, storage.shape[2]))
-    return moved.index_copy_(
-        1, dst.to(storage.device), storage.index_select(1, src.to(storage.device))
-    )
+def _bytes_per_token(storage: Tensor) -> int:
+    return storage.shape[0] * storage.shape[2] * storage.element_size()
+
+
+def _resized(storage: Tensor | None, num_slots: int) -> Tensor | None:
+    if storage is None or storage.shape[1] == num_slots:
+        return storage
+    num_kept = min(num_slots, storage.shape[1])
+    resized = zeros(storage, (storage.shape[0], num_slots, storage.shape[2]))
+    resized[:, :num_kept].copy_(storage[:, :num_kept])
+    return resized

@@ -56,6 +56,10 @@ class TokenTable:
         """`[num_rows, at least max_length]` slots; beyond a row's length they mean nothing."""
         return self._slots
 
+    def nbytes_for(self, num_rows: int, length: int) -> int:
+        """Bytes of the table once it has so many rows, the longest of `length` tokens."""
+        return (self._width_for(length) + 1) * num_rows * self._slots.itemsize
+
     def row(self, row: int) -> Slots:
         """`[length]` slots of one row, in the order of its tokens."""
         return self._slots[row, : self.lengths[row]]
@@ -101,6 +105,13 @@ class TokenTable:
         """The slots of all rows, row after row, that `lay_out` would give them."""
         runs = np.arange(self.num_rows)[:, None] * stride + np.arange(self._slots.shape[1])
         return runs[self._owned()]
+
+    def rename(self, src: Slots, dst: Slots) -> None:
+        """Lists `dst[i]` wherever `src[i]` was listed; rows are scattered then."""
+        owned, names = self._owned(), np.arange(max(self._slots.max(initial=0), 0) + 1)
+        names[src] = dst
+        self._slots[owned] = names[self._slots[owned]]
+        self._stride = None
 
     def scatter(self) -> None:
         """Declares that rows are no longer runs at a regular distance."""
@@ -150,9 +161,12 @@ class TokenTable:
     def _owned(self) -> NDArray[np.bool_]:
         return np.arange(self._slots.shape[1]) < self.lengths[:, None]
 
-    def _widen(self, width: int) -> None:
-        missing = width - self._slots.shape[1]
-        if missing > 0:
-            missing = max(missing, self._slots.shape[1] // 8)
+    def _widen(self, length: int) -> None:
+        missing = self._width_for(length) - self._slots.shape[1]
+        if missing:
             pad = np.full((self.num_rows, missing), -1, dtype=np.int64)
             self._slots = np.concatenate([self._slots, pad], axis=1)
+
+    def _width_for(self, length: int) -> int:
+        width = self._slots.shape[1]
+        return width if length <= width else max(length, width + width // 8)

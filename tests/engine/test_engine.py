@@ -264,15 +264,16 @@ def test_bytes_are_a_budget_too(cache):
     # a token takes 256 bytes in two layers with two heads of eight numbers
     with Engine(shared_model(), cache, TOKENIZER, EngineOptions(max_bytes=80 * 256)) as engine:
         engine.prefix = prefix
-        assert engine._limits.max_tokens == 40
-        with pytest.raises(ColdPoolFullError, match="up to 41 private tokens"):
-            ask(engine, "x" * 30)
+        # a fifth is set aside for the tensor of four that is there twice while a pool grows
+        assert engine._limits.max_tokens == 61
+        with pytest.raises(ColdPoolFullError, match="up to 62 private tokens"):
+            ask(engine, "x" * 51)
         turns = [ask(engine, text) for text in ("Why?", "When is high water?", "Who?")]
         while not all(turn.done() for turn in turns):
             assert engine.row_bytes + engine.idle_bytes <= 80 * 256
         for turn in turns:
             assert turn.result(WAIT_S).token_ids == alone(turn.name, **LONG)
-        assert engine.figures.peak_tokens <= 40
+        assert engine.figures.peak_tokens <= 61
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_bytes_are_a_budget_too(cache):
         ({"max_rows": 0}, "max_rows is 0; give a positive number"),
         ({"max_step_tokens": -1}, "max_step_tokens is -1"),
         ({"max_bytes": 2.5}, "max_bytes is 2.5"),
-        ({"max_bytes": 511}, "max_bytes is 511, one private token takes 256 and as much again"),
+        ({"max_bytes": 331}, "max_bytes is 331, one private token takes 332 with its table"),
     ],
 )
 def test_options_are_checked(cache, options, text):

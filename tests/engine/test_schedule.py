@@ -78,12 +78,17 @@ class World:
     def check(self, feeds):
         limits = self.limits
         held = sum(life.held for life in self.running.values()) + sum(feeds.values())
+        held += limits.tokens_per_row * len(self.running)
         if limits.max_tokens is not None:
-            assert held + sum(self.idle.values()) <= limits.max_tokens
+            assert held + self.num_idle <= limits.max_tokens
         assert len(self.running) <= limits.max_rows
         decoding = [o for o, life in self.running.items() if life.num_ids - life.held == 1]
         assert all(feeds.get(order) == 1 for order in decoding)
         assert sum(feeds.values()) <= max(limits.max_step_tokens, len(decoding) + 1)
+
+    @property
+    def num_idle(self):
+        return sum(self.idle.values()) + self.limits.tokens_per_row * len(self.idle)
 
     def leave(self, order):
         life = self.running.pop(order)
@@ -94,12 +99,14 @@ class World:
 
 @st.composite
 def worlds(draw):
-    limit = draw(st.none() | st.integers(13, 30))
+    limit, per_row = draw(st.none() | st.integers(13, 30)), draw(st.sampled_from([0, 0, 3]))
     limits = Limits(
-        limit,
+        None if limit is None else limit + per_row,
         max_rows=draw(st.integers(1, 5)),
         max_step_tokens=draw(st.integers(1, 12)),
         lookahead=draw(st.sampled_from([0, 1, 8])),
+        tokens_per_row=per_row,
+        moves_rows=draw(st.booleans()),
     )
     lives = []
     for order in range(draw(st.integers(1, 9))):
@@ -125,7 +132,7 @@ def test_all_finish_in_order_and_within_the_budget(drawn):
             if life.arrives == now:
                 # tokens of its earlier turns, as far as there is room for anything idle
                 room = world.limits.max_tokens is None or not world.running
-                idle = sum(world.idle.values()) + life.idle_before
+                idle = world.num_idle + life.idle_before + world.limits.tokens_per_row
                 if life.idle_before and room and idle <= (world.limits.max_tokens or idle):
                     world.idle[life.order] = life.idle_before
                 world.waiting[life.order] = life
@@ -169,6 +176,27 @@ def test_a_turn_enters_only_with_room_to_go_on():
     assert next_moves(Limits(30, lookahead=7), [Seat(0, 10, 9, 20)], waiting, []).admitted == ()
     # alone it needs no more than itself
     assert next_moves(Limits(8, lookahead=7), [], waiting, []).admitted == (1,)
+
+
+def test_a_turn_enters_with_room_for_the_longest_to_be_there_twice():
+    running, waiting = [Seat(0, 10, 9, 20)], [Seat(1, 8, 0, 20)]
+    for limit, admitted in ((27, ()), (28, (1,))):
+        limits = Limits(limit, lookahead=0, moves_rows=True)
+        assert next_moves(limits, running, waiting, []).admitted == admitted
+    # to go on it may be used up
+    assert not next_moves(limits, [*running, Seat(1, 18, 17)], [], []).preempted
+
+
+def test_what_a_row_takes_beside_its_tokens_counts():
+    limits = Limits(20, lookahead=0, tokens_per_row=4)
+    running, idle = [Seat(0, 5, 4)], [IdleTokens("a", 3)]
+    assert next_moves(limits, running, [Seat(1, 3)], []).admitted == (1,)
+    moves = next_moves(limits, running, [Seat(1, 3)], idle)
+    assert (moves.evicted, moves.admitted) == (("a",), (1,))
+    assert next_moves(limits, running, [Seat(1, 8)], []).admitted == ()
+    limits.check_fits(16)
+    with pytest.raises(ColdPoolFullError, match="17 private tokens and 4 for its states was asked"):
+        limits.check_fits(17)
 
 
 def test_nobody_passes_a_large_turn_that_waits():

@@ -130,11 +130,11 @@ def test_a_row_that_cannot_be_exchanged_is_computed_again(
     rig = Rig(min_shared_tokens=8)
     start, starts = rig.rows.start, []
 
-    def fails_once(prefix: Any, parked: Any = None) -> Any:
+    def fails_once(prefix: Any, parked: Any = None, **options: Any) -> Any:
         if parked is not None and not starts:
             starts.append(parked)
             raise MemoryError("no room for a row")
-        return start(prefix, parked)
+        return start(prefix, parked, **options)
 
     monkeypatch.setattr(rig.rows, "start", fails_once)
     rows = [[*FIRST, *own] for own in (ONE, TWO)]

@@ -348,6 +348,13 @@ class ColdWalk(RuleBasedStateMachine):
     def tidy(self) -> None:
         self.held.pool.tidy()
 
+    @rule(share=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    def shrink(self, share: float) -> None:
+        before, num_tokens = self.held.pool.num_slots, self.held.pool.num_tokens
+        wanted = max(int(before * share), num_tokens)
+        self.held.pool.shrink(wanted)
+        assert self.held.pool.num_slots <= min(before, wanted)
+
     @rule()
     def fork(self) -> None:
         self.others = [*self.others[-2:], self.held.fork()]
@@ -366,8 +373,11 @@ class ColdWalk(RuleBasedStateMachine):
     @invariant()
     def every_row_reads_exactly_its_own_tokens(self) -> None:
         self.held.check()
-        limit, num_slots = self.held.pool.limit, self.held.pool.num_slots
-        assert limit is None or num_slots <= limit
+        pool = self.held.pool
+        assert pool.limit is None or pool.num_slots <= pool.limit
+        # what is there is what is said, in every layer that has written
+        of_slots = pool.num_slots * pool.bytes_per_token
+        assert pool.num_bytes - pool.table.nbytes == of_slots
 
     @invariant()
     def forks_are_untouched(self) -> None:

@@ -1,0 +1,65 @@
+"""What may be done with a cache while engines run over it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakSet
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Runner(Protocol):
+    """What runs over a cache, on a thread of its own."""
+
+    def paused(self) -> AbstractContextManager[object]:
+        """Keeps it between two steps."""
+
+    @property
+    def may_step(self) -> bool:
+        """Whether it may run a step while the calling thread goes on."""
+
+
+class EngineUse:
+    """The engines that run over one cache; they are held weakly."""
+
+    def __init__(self) -> None:
+        self._runners: WeakSet[Runner] = WeakSet()
+
+    def add(self, runner: Runner) -> None:
+        """Notes that something runs over the cache from now on."""
+        self._runners.add(runner)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps all of them between two steps."""
+        with ExitStack() as stack:
+            for runner in list(self._runners):
+                stack.enter_context(runner.paused())
+            yield
+
+    def check_is_paused(self) -> None:
+        """Checks that none of them may run a step now.
+
+        Raises:
+            RuntimeError: If one may.
+        """
+        if any(runner.may_step for runner in list(self._runners)):
+            raise RuntimeError(
+                "an engine runs over this cache and may change it at any time; run the model with the "
+                "cache inside `with engine.paused():`, or with a fork of the cache."
+            )
+
+
+def between_steps(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Lets a method of a cache wait for the steps under way of the engines that run over it."""
+
+    @wraps(method)
+    def waiting(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.engines.paused():
+            return method(self, *args, **kwargs)
+
+    return waiting
