@@ -56,7 +56,7 @@ class Conversations:
         """Lets a prompt be answered that goes on from what is held of its conversation.
 
         A prompt that contains the latest prompt of a conversation continues that one. One that has
-        less in common with it starts from a copy.
+        less in common with it, or comes while that one is answered, starts from a copy.
 
         Args:
             prefix: The end of the chain of prefixes that it reads.
@@ -67,7 +67,7 @@ class Conversations:
         found, num_held = self._closest(prefix, token_ids)
         if found is None:
             memory = new_memory(prefix)
-        elif num_held >= found.num_prompt:
+        elif found.is_idle and num_held >= found.num_prompt:
             memory = found.memory
         else:
             memory = found.memory.fork()
@@ -86,11 +86,11 @@ class Conversations:
     def _closest(
         self, prefix: Prefix | None, token_ids: Sequence[int]
     ) -> tuple[Conversation | None, int]:
-        """The idle conversation of which most can be kept, and how much; none if it is not worth it."""
+        """The conversation of which most can be kept, and how much; none if it is not worth it."""
         closest, most = None, 0
         for each in self._all:
             kept = each.memory.kept
-            if each.memory.prefix is prefix and each.is_idle:
+            if each.memory.prefix is prefix:
                 num_held = num_common(kept.token_ids, token_ids)
                 if num_held > most and num_held >= MIN_COMMON_RATIO * len(kept.token_ids):
                     closest, most = each, num_held

@@ -145,6 +145,20 @@ def test_a_prompt_may_be_asked_again_while_it_is_answered(runner):
     assert len({turn.result(60).token_ids for turn in turns}) == 3
 
 
+def test_two_that_continue_a_conversation_at_a_time_both_have_it(runner):
+    opening = [SYSTEM, user("When is high water?")]
+    asked(runner, opening)
+    ends = [
+        [*opening, assistant("At noon."), user(text)] for text in ("Why?", "Sure?", "And then?")
+    ]
+    with runner._answering._engine.gathering():
+        turns = [runner.chat(messages, **LONG) for messages in ends]
+    for turn, messages in zip(turns, ends, strict=True):
+        assert turn.result(60).token_ids == generated(runner, ids_of(runner, messages))
+        assert turn.kept_tokens >= len(ids_of(runner, opening))
+    assert len(runner._answering._conversations) == 3
+
+
 def test_the_conversations_asked_longest_ago_are_forgotten(model):
     with MultiAgentRunner(model, byte_tokenizer(CHATML), max_rows=2) as runner:
         texts = ["When is high water at the mill?", "Who was lowered in June?", "Why?"]
@@ -209,6 +223,7 @@ def test_a_model_that_changed_computes_everything_anew():
             runner.model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         messages += [assistant("So."), user("Who?")]
         assert asked(runner, messages).kept_tokens == 0
+        assert len(runner._answering._conversations) == 1
 
 
 @pytest.mark.parametrize(
