@@ -32,7 +32,7 @@ def plot(cells: Sequence[Any], path: str) -> None:
             winners,
             of_dtype,
             value=lambda here: _NAMES.index(_winner(here)),
-            label=lambda here: f"{_winner(here)}\n{_over_stock(here):.2f}",
+            label=lambda here: f"{_winner(here).replace('_', chr(10))}\n{_over_stock(here):.2f}",
             colours={"cmap": ListedColormap(_COLOURS[: len(_NAMES)]), "vmin": -0.5},
             top=len(_NAMES) - 0.5,
         )

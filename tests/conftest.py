@@ -8,6 +8,7 @@ from hypothesis import settings
 from transformers import PreTrainedModel
 
 from hf_granikv.dispatch import device_constants
+from hf_granikv.dispatch.known_devices import AVX2, GPU
 
 # tiny tensors: threads only cost here, and one thread makes sums reproducible
 torch.set_num_threads(1)
@@ -20,10 +21,11 @@ POISONED_ROOMS = {"pools", "kernels"}
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_calibration(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What this machine was measured to do changes no test."""
+def _one_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What this machine is, and was measured to do, changes no test."""
     nowhere = tmp_path_factory.mktemp("home")
     device_constants.user_folder = lambda: nowhere
+    device_constants.built_in_constants = lambda device: AVX2 if device.type == "cpu" else GPU
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from hf_granikv.dispatch import device_constants
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import (
     amx_table,
+    built_in_constants,
     calibration_path,
     constants_for,
     device_name,
@@ -22,6 +23,7 @@ CPU = torch.device("cpu")
 def home(monkeypatch, tmp_path):
     """Where calibrations are looked for; what was read before is forgotten, before and after."""
     monkeypatch.setattr(device_constants, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_constants, "built_in_constants", built_in_constants)
     device_constants._constants.cache_clear()
     yield tmp_path
     device_constants._constants.cache_clear()

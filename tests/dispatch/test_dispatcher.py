@@ -147,7 +147,7 @@ def test_a_cpu_with_avx2_shares_from_a_few_rows_on(rows, prefix_len, expected):
 @pytest.mark.parametrize(
     ("rows", "prefix_len", "dtype", "expected"),
     [
-        (1, 16, "float32", "per_row"),
+        (4, 4096, "float32", "cascade"),
         (16, 4096, "float32", "cascade"),
         (16, 4096, "bfloat16", "cascade"),
         (64, 1024, "bfloat16", "cascade"),
