@@ -30,7 +30,7 @@ from hf_granikv.backends import BACKENDS
 from hf_granikv.bench.rows import Row, environment, measured, record
 from hf_granikv.dispatch import Dispatcher
 from hf_granikv.dispatch.calibration import STORE_BYTES, Stopwatch, places, random_store
-from hf_granikv.views import GroupShape
+from hf_granikv.views import GroupShape, dtype_name
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 PREFIX_LENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -151,7 +151,7 @@ def group_shape(
         gqa_ratio=gqa_ratio,
         head_dim=head_dim,
         dtype_bytes=dtype.itemsize,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name(dtype),
     )
 
 

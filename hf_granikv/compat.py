@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import GenerationMixin, cache_utils
@@ -25,10 +26,7 @@ _KEPT_BACK = ("streamer", "assistant_model", "synced_gpus", "inputs_tensor")
 
 def variables_of_generate() -> dict[str, Any]:
     """The local variables of the `generate` under way, by name; none if there is none."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not _GENERATE:
-        frame = frame.f_back
-    return {} if frame is None else dict(frame.f_locals)
+    return dict(next(_variables_of_generates(), {}))
 
 
 def generations_with(cache: Any) -> list[Any]:
@@ -37,15 +35,20 @@ def generations_with(cache: Any) -> list[Any]:
     Returns:
         Of each the `generation_config`, which is an object of that call alone.
     """
+    return [
+        held.get("generation_config")
+        for held in _variables_of_generates()
+        if (held.get("model_kwargs") or {}).get(CACHE_ARGUMENT) is cache
+    ]
+
+
+def _variables_of_generates() -> Iterator[Mapping[str, Any]]:
+    """The local variables of each `generate` under way in this thread, innermost first."""
     frame: Any = sys._getframe(1)
-    found = []
     while frame is not None:
         if frame.f_code is _GENERATE:
-            held = frame.f_locals
-            if (held.get("model_kwargs") or {}).get(CACHE_ARGUMENT) is cache:
-                found.append(held.get("generation_config"))
+            yield frame.f_locals
         frame = frame.f_back
-    return found
 
 
 def kept_back_arguments() -> dict[str, Any]:

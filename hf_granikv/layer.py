@@ -67,13 +67,12 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         is_cut = has_graph and state.note_graph()
         if not by_parts and state.num_columns == step.plan.q_len:
             return key_states, value_states
-        private = self._private()
         if has_graph:
             new = key_states, value_states
-            with_new = with_graph(private.tensors, new, step.plan, is_cut=is_cut)
-            private = PrivateTokens.of_tensors(*with_new)
+            keys, values = with_graph(self.private(), new, step.plan, is_cut=is_cut)
+        elif not by_parts:
+            keys, values = self.private()
         if not by_parts:
-            keys, values = private.tensors
             if state.returns_contiguous:
                 keys, values = keys.contiguous(), values.contiguous()
             return keys, values
@@ -81,7 +80,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             layer_idx,
             step.plan,
             state.reads.parts(layer_idx),
-            private,
+            PrivateTokens.of_tensors(keys, values) if has_graph else self._in_place(),
             self._window,
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
@@ -90,7 +89,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
         return self._state.cold.read(self.layer_idx)
 
-    def _private(self) -> PrivateTokens:
+    def _in_place(self) -> PrivateTokens:
         cold, layer_idx = self._state.cold, self.layer_idx
         storages = cold.storage(layer_idx)
         assert storages is not None, "the new tokens were written"

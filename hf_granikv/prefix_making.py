@@ -15,7 +15,7 @@ from hf_granikv.pools.hot import Saver
 from hf_granikv.pools.storage import KeysAndValues
 from hf_granikv.recording import Recording
 from hf_granikv.state import CacheState
-from hf_granikv.views import GroupShape, LayerKind
+from hf_granikv.views import GroupShape, LayerKind, dtype_name
 
 
 def sealed(
@@ -120,7 +120,7 @@ def _cost(
         gqa_ratio=max(1, num_q_heads // num_kv_heads),
         head_dim=keys.shape[2],
         dtype_bytes=keys.element_size(),
-        dtype=str(keys.dtype).removeprefix("torch."),
+        dtype=dtype_name(keys.dtype),
     )
     return fusing_cost(shape, constants=constants_for(keys.device), backends=BACKENDS)
 

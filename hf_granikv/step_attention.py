@@ -7,6 +7,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from hf_granikv.backends.per_row import attend_each_row
 from hf_granikv.journal import GroupNote
 from hf_granikv.kernels.decode_attention import GroupStates
 from hf_granikv.kernels.merge_states import merge_states, merged_out
@@ -29,7 +30,7 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     scratch = step.plan.scratch
     key = (
         query.shape,
-        step.private.like(0)[0][1],
+        step.private.num_kv_heads,
         query.device,
         step.window,
         rule.softcap is not None,
@@ -70,16 +71,12 @@ def _of_level(
 ) -> list[AttentionState]:
     """Attends to the prefixes of one depth, each from the rows that read it."""
     if level[0].rows is None:
-        states = _of_part(query, step.parts[level[0].part_idx], level[0], rule)
-        return [
-            AttentionState(*piece) for stacked in states for piece in zip(*stacked, strict=True)
-        ]
+        return _pieces(_of_part(query, step.parts[level[0].part_idx], level[0], rule))
     spread: list[AttentionState] = []
     for work in level:
         part = step.parts[work.part_idx]
         states = _of_part(query[work.rows], part, work, rule)
-        pieces = (piece for stacked in states for piece in zip(*stacked, strict=True))
-        for i, (out, lse) in enumerate(pieces):
+        for i, (out, lse) in enumerate(_pieces(states)):
             if i == len(spread):
                 size = (len(query), *out.shape[1:])
                 nothing = query.new_zeros(size, dtype=torch.float32)
@@ -87,6 +84,11 @@ def _of_level(
             spread[i].out[work.rows] = out.float()
             spread[i].lse[work.rows] = lse
     return spread
+
+
+def _pieces(states: list[AttentionState]) -> list[AttentionState]:
+    """Takes stacked states apart."""
+    return [AttentionState(*piece) for stacked in states for piece in zip(*stacked, strict=True)]
 
 
 def _of_part(
@@ -98,7 +100,8 @@ def _of_part(
         start, common = part.start, view.common_start - part.start
         if work.fringe_mask is not None:
             fringe = slice(view.fringe_start - start, common)
-            states.append(_of_fringe(query, keys[:, fringe], values[:, fringe], work, rule))
+            seen = partial(attend_each_row, query, keys[:, fringe], values[:, fringe])
+            states.append(seen(scale=rule.scale, softcap=rule.softcap, mask=work.fringe_mask))
         keys, values = keys[:, common:], values[:, common:]
     if (backend := work.backend) is not None:
         attend = partial(backend.pieces, scale=rule.scale, softcap=rule.softcap)
@@ -127,23 +130,6 @@ def _timed(run: Callable[[], AttentionState], note: GroupNote, query: Tensor) ->
 def _between_s(before: torch.Event, after: torch.Event) -> float:
     after.synchronize()
     return before.elapsed_time(after) / 1e3
-
-
-def _of_fringe(
-    query: Tensor, keys: Tensor, values: Tensor, work: PartWork, rule: ScoreRule
-) -> AttentionState:
-    """Attends to the prefix tokens that the windows of some rows have left, each row by itself."""
-    num_rows = query.shape[0]
-    state = suffix_attention(
-        query,
-        keys.expand(num_rows, -1, -1, -1),
-        values.expand(num_rows, -1, -1, -1),
-        scale=rule.scale,
-        mask=work.fringe_mask,
-        softcap=rule.softcap,
-    )
-    out, lse = state.by_kv_head(len(keys))
-    return AttentionState(out[None], lse[None])
 
 
 def finished(states: list[AttentionState], query: Tensor, rule: ScoreRule) -> Tensor:

@@ -15,7 +15,7 @@ from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
-from hf_granikv.views import GroupShape, LayerStep, PrefixPart
+from hf_granikv.views import GroupShape, LayerStep, PrefixPart, dtype_name
 from hf_granikv.windows import PrefixView, prefix_view, suffix_view
 
 
@@ -187,7 +187,7 @@ def _group_shape(
         head_dim=head_dim,
         dtype_bytes=part.keys.element_size(),
         is_capped=rule.softcap is not None,
-        dtype=str(part.keys.dtype).removeprefix("torch."),
+        dtype=dtype_name(part.keys.dtype),
     )
 
 

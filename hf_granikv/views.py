@@ -5,10 +5,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.journal import Journal
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
 
 
 class AttentionState(NamedTuple):
@@ -233,6 +239,11 @@ class PrivateTokens:
         tokens.storages, tokens.slots, tokens.max_length = None, None, keys.shape[2]
         tokens._read, tokens._tensors = None, (keys, values)
         return tokens
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.tensors[0].shape[1] if self.storages is None else self.storages[0].shape[0]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

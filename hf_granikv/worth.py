@@ -9,7 +9,7 @@ from hf_granikv.attention import ATTENTION_NAME
 from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch import constants_for
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, level_gain_s
-from hf_granikv.views import GroupShape
+from hf_granikv.views import GroupShape, dtype_name
 
 
 class Worth:
@@ -75,7 +75,7 @@ def step_shape(model: Any, num_rows: int, num_tokens: int) -> GroupShape:
         gqa_ratio=num_q_heads // num_kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_q_heads,
         dtype_bytes=model.dtype.itemsize,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
     )
 
 

@@ -86,7 +86,7 @@ ARROWS: dict[str, set[str]] = {
         *("recording", "recurrent", "row_prefixes", "saved_prefixes", "state"),
     },
     "step_work": {"backends", "dispatch", "kernels", "windows"},
-    "step_attention": {"kernels", "step_work"},
+    "step_attention": {"backends", "kernels", "step_work"},
     "packed_tensors": {"lazy"},
     "attention": {
         *("gradients", "kernels", "lazy", "masks", "packed_tensors", "step_attention"),

@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_granikv
 from hf_granikv import AsymmetricPagedCache, generation
-from hf_granikv.dispatch.known_devices import AVX2
 
 P = len(PREFIX)
 NUM_NEW = 10
@@ -349,12 +348,8 @@ UNASKED: dict[str, tuple[int, int, str, str]] = {
 
 @pytest.mark.parametrize("case", UNASKED)
 def test_nothing_is_shared_unasked(
-    tiny_model: Build,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
+    tiny_model: Build, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
-    monkeypatch.setattr(generation, "constants_for", lambda device: AVX2)
     num_rows, prefix_len, attention, reason = UNASKED[case]
     model = tiny_model("llama", attention, **WIDE)
     inputs = left_padded(whole(suffixes(*[3] * num_rows), tokens(prefix_len, seed=5)))

@@ -18,7 +18,7 @@ from hf_granikv.dispatch.device_constants import device_name, threads_of
 from hf_granikv.dispatch.dispatcher import Candidate
 from hf_granikv.dispatch.fit import fit_backend, fit_line
 from hf_granikv.dispatch.roofline import BackendCost, DeviceConstants, LineCost, RateCurve, Work
-from hf_granikv.views import AttentionState, GroupShape
+from hf_granikv.views import AttentionState, GroupShape, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # kv heads and their width, of a small model and of a usual one
@@ -109,7 +109,7 @@ def calibrate(
     watch = Stopwatch(device)
     with torch.no_grad():
         ops_s = _SHARE_OF_OPS * budget_s / (len(DTYPES) + 1)
-        matmul = {_name(dtype): _products(watch, device, dtype, ops_s) for dtype in DTYPES}
+        matmul = {dtype_name(dtype): _products(watch, device, dtype, ops_s) for dtype in DTYPES}
         constants = DeviceConstants(
             launch_s=_launch_s(device),
             bandwidth_bytes_per_s=_bandwidth(watch, device),
@@ -121,7 +121,7 @@ def calibrate(
         )
         each_s = (1 - _SHARE_OF_OPS) * budget_s / len(DTYPES)
         costs = {
-            _name(dtype): _backend_costs(watch, device, dtype, backends, matmul, each_s)
+            dtype_name(dtype): _backend_costs(watch, device, dtype, backends, matmul, each_s)
             for dtype in DTYPES
         }
     constants = replace(constants, costs=costs)
@@ -144,7 +144,7 @@ def shapes(dtype: torch.dtype) -> list[GroupShape]:
                     gqa_ratio=gqa_ratio,
                     head_dim=head_dim,
                     dtype_bytes=dtype.itemsize,
-                    dtype=_name(dtype),
+                    dtype=dtype_name(dtype),
                 )
                 found += [replace(shape, num_rows=rows, q_len=q_len) for rows, q_len in sizes]
     found = [shape for shape in found if _num_products(shape) <= _MAX_PRODUCTS]
@@ -153,8 +153,7 @@ def shapes(dtype: torch.dtype) -> list[GroupShape]:
 
 
 def _num_products(shape: GroupShape) -> int:
-    num_queries = shape.num_rows * shape.q_len * shape.gqa_ratio * shape.num_kv_heads
-    return 2 * num_queries * shape.prefix_len * shape.head_dim
+    return 2 * shape.num_queries * shape.prefix_len * shape.head_dim
 
 
 def _backend_costs(
@@ -168,7 +167,7 @@ def _backend_costs(
     timings: dict[str, list[tuple[Work, float]]] = {name: [] for name in backends}
     asked = shapes(dtype)
     store = random_store(dtype, device)
-    for shape in _within(asked, budget_s, f"backends in {_name(dtype)}"):
+    for shape in _within(asked, budget_s, f"backends in {dtype_name(dtype)}"):
         num_heads = shape.num_kv_heads * shape.gqa_ratio
         query = torch.randn(shape.num_rows, shape.q_len, num_heads, shape.head_dim)
         query = query.to(device, dtype).transpose(1, 2)
@@ -179,7 +178,7 @@ def _backend_costs(
         seconds = watch.medians_s(runs, budget_s / len(asked))
         for (name, backend), taken in zip(able.items(), seconds, strict=True):
             timings[name].append((backend.work(shape), taken))
-    peak = matmul[_name(dtype)].peak_flops_per_s
+    peak = matmul[dtype_name(dtype)].peak_flops_per_s
     return {name: fit_backend(timed, peak) for name, timed in timings.items() if timed}
 
 
@@ -278,7 +277,3 @@ def measured_link(device: torch.device) -> float:
             torch.accelerator.synchronize(device)
         taken.append(time.perf_counter() - start)
     return (len(all_of_them) - 1) * mine.nbytes / median(taken)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

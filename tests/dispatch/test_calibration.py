@@ -12,7 +12,7 @@ from hf_granikv.calibrating import PrivatePath, merging
 from hf_granikv.dispatch import Dispatcher, calibration
 from hf_granikv.dispatch.calibration import DTYPES, Stopwatch, calibrate, places, shapes
 from hf_granikv.dispatch.calibration_file import read_calibration, write_calibration
-from hf_granikv.views import AttentionState, GroupShape
+from hf_granikv.views import AttentionState, GroupShape, dtype_name
 
 CPU = torch.device("cpu")
 
@@ -69,7 +69,7 @@ def test_a_calibration_knows_every_backend_and_survives_its_file(few, tmp_path):
     assert found.threads == torch.get_num_threads()
     assert constants.link_bytes_per_s is None
     for dtype in DTYPES:
-        assert constants.knows(BACKENDS, str(dtype).removeprefix("torch."))
+        assert constants.knows(BACKENDS, dtype_name(dtype))
     assert 0 < constants.launch_s < 1e-2
     assert constants.bandwidth_bytes_per_s > 1e8
     shape = GroupShape(16, 1, 1000, 3, 3, 64, 2)

@@ -13,12 +13,22 @@ from prompts import PREFIX, prefix_ids, tokens
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.engine.engine import Engine
+from hf_granikv.engine.memory import Memory
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.preemption import PreemptionCost
 from hf_granikv.worth import Worth
 
 FIRST = TOKENIZER("Who keeps the log of the pumps?")["input_ids"]
 ONE, TWO, THREE = (TOKENIZER(text)["input_ids"] for text in (" Why?", " Since when?", " So."))
+
+
+def told_the_same(rig: Rig, num_agents: int) -> tuple[list[Memory], list[int]]:
+    """Agents that were asked the same, and what it was."""
+    memories, ids = [rig.memory() for _ in range(num_agents)], [*FIRST, *range(100, 120)]
+    for memory in memories:
+        rig.add(ids, memory=memory, **LONG)
+    rig.run()
+    return memories, ids
 
 
 def shared(rig: Rig) -> list[int]:
@@ -188,11 +198,7 @@ def test_prompts_over_no_prefix_share_their_heads() -> None:
 def test_what_is_kept_after_a_level_that_was_cut_meanwhile_is_computed_again() -> None:
     """A fork that another thread made while the level was cut holds what reads it as it was."""
     rig = Rig(min_shared_tokens=8)
-    memories = [rig.memory() for _ in range(2)]
-    ids = [*FIRST, *range(100, 120)]
-    for memory in memories:
-        rig.add(ids, memory=memory, **LONG)
-    rig.run()
+    memories, ids = told_the_same(rig, 2)
     late, kept = rig.memory(), memories[0].kept
     other = [*FIRST, *range(130, 150)]
     rig.add(other, **LONG)
@@ -214,11 +220,7 @@ def test_readers_of_a_level_gain_nothing_by_sharing_it_with_one_more() -> None:
 
     rig = Rig(min_shared_tokens=8)
     rig.batch._sharing._worth = Watched(rig.model, 8)
-    ids = [*FIRST, *range(100, 120)]
-    memories = [rig.memory() for _ in range(3)]
-    for memory in memories:
-        rig.add(ids, memory=memory, **LONG)
-    rig.run()
+    _, ids = told_the_same(rig, 3)
     assert asked[0] == {
         "num_rows": 3,
         "num_tokens": len(ids) - 1,
@@ -296,11 +298,7 @@ def test_offloaded_turns_read_what_is_cut_meanwhile() -> None:
 
 def test_an_idle_agent_that_asks_otherwise_keeps_what_is_still_common() -> None:
     rig = Rig(min_shared_tokens=8)
-    memories = [rig.memory() for _ in range(2)]
-    ids = [*FIRST, *range(100, 120)]
-    for memory in memories:
-        rig.add(ids, memory=memory, **LONG)
-    rig.run()
+    memories, ids = told_the_same(rig, 2)
     assert shared(rig) == [len(ids) - 1]
     # inside of what both read; the other one reads it still
     again = [*FIRST, *range(100, 110), 99]
@@ -318,11 +316,7 @@ def test_an_idle_agent_that_asks_otherwise_keeps_what_is_still_common() -> None:
 
 def test_an_unequal_ending_of_a_level_of_a_single_agent_is_kept_too() -> None:
     rig = Rig(min_shared_tokens=8)
-    memories = [rig.memory() for _ in range(2)]
-    ids = [*FIRST, *range(100, 120)]
-    for memory in memories:
-        rig.add(ids, memory=memory, **LONG)
-    rig.run()
+    memories, ids = told_the_same(rig, 2)
     memories[1].close()
     again = [*ids[:-3], 99]
     job = rig.add(again, memory=memories[0], **LONG)
