@@ -178,6 +178,18 @@ def test_huge_and_tiny_scores_stay_finite(dtype, size):
 
 
 @dtypes
+def test_the_memory_order_of_the_query_does_not_matter(dtype):
+    rows = Rows(dtype)
+    states = [rows.add_prefix([0, 1, 2, 3, 4], 40)]
+    expected = rows.attend(*states)
+
+    rows.query = rows.query.transpose(1, 3).contiguous().transpose(1, 3)
+
+    assert rows.query.stride(3) != 1
+    assert torch.equal(rows.attend(*states), expected)
+
+
+@dtypes
 def test_agrees_with_its_reference(dtype):
     rows = Rows(dtype)
     rows.spans[2] = (4, 20)

@@ -84,8 +84,9 @@ class DecodeAttention:
         """Attends in one layer, in float32.
 
         Args:
-            query: `[num_rows, num_q_heads, 1, head_dim]`, any strides but over the last dimension.
-            keys: `[num_kv_heads, num_slots, head_dim]`, likewise; never copied.
+            query: `[num_rows, num_q_heads, 1, head_dim]`, any strides.
+            keys: `[num_kv_heads, num_slots, head_dim]`, any strides but over the last dimension;
+                never copied.
             values: `[num_kv_heads, num_slots, value_dim]`, likewise.
             states: Parts with other keys, that some or all rows see.
             sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
@@ -94,6 +95,8 @@ class DecodeAttention:
             `[num_rows, 1, num_q_heads, value_dim]` in the dtype of the query, 0 for a row that sees
             nothing.
         """
+        if query.stride(3) != 1:
+            query = query.contiguous()
         out = query.new_empty(self._shape)
         if sinks is not None:
             sinks = sinks.to("cpu", torch.float32).contiguous()
