@@ -62,6 +62,38 @@ def test_tiles_join_without_a_seam(dtype, prefix_len, num_queries):
     check(gemm_shared_attention, *draw(num_queries, prefix_len, 64, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_pieces", [1, 2, 3, 5])
+@pytest.mark.parametrize("prefix_len", [5, 60, 61, 64, 1003])
+def test_pieces_of_a_prefix_hold_every_token_once(monkeypatch, dtype, num_pieces, prefix_len):
+    monkeypatch.setattr(cpu, "num_pieces", lambda num_heads, kv_len: num_pieces)
+    query, keys, values = draw(12, prefix_len, 64, dtype)
+
+    out, lse = flash_shared_attention(query, keys, values, scale=SCALE)
+
+    assert out.shape[0] == lse.shape[0] == num_pieces
+    check(flash_shared_attention, query, keys, values)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (query, keys, values)]
+    check(flash_shared_attention, *strided)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "kv_len", "threads", "expected"),
+    [
+        (3, 4096, 1, 1),
+        (3, 4096, 2, 2),
+        (8, 4096, 2, 1),
+        (3, 1500, 2, 1),
+        (3, 9000, 64, 8),
+        (3, 1, 2, 1),
+    ],
+)
+def test_threads_get_as_many_keys_each(monkeypatch, num_heads, kv_len, threads, expected):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    assert cpu.num_pieces(num_heads, kv_len) == expected
+
+
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("slope", [300.0, -300.0])
 def test_a_running_maximum_survives_rising_and_falling_scores(slope):
