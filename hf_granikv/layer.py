@@ -80,7 +80,9 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             layer_idx,
             step.plan,
             state.reads.parts(layer_idx),
-            PrivateTokens.of_tensors(keys, values) if has_graph else self._in_place(),
+            PrivateTokens.of_tensors(keys, values)
+            if has_graph
+            else self._in_place(step.max_length),
             self._window,
         )
         return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
@@ -89,12 +91,11 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
         return self._state.cold.read(self.layer_idx)
 
-    def _in_place(self) -> PrivateTokens:
+    def _in_place(self, max_length: int) -> PrivateTokens:
         cold, layer_idx = self._state.cold, self.layer_idx
         storages = cold.storage(layer_idx)
         assert storages is not None, "the new tokens were written"
-        table = cold.table
-        return PrivateTokens(storages, table.slots, table.max_length, partial(cold.read, layer_idx))
+        return PrivateTokens(storages, cold.table.slots, max_length, partial(cold.read, layer_idx))
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         held = self._state.cold.storage(self.layer_idx)

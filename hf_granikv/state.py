@@ -21,10 +21,11 @@ from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The forward pass under way."""
+    """The forward pass under way, and how many private tokens the longest row has with it."""
 
     plan: StepPlan
     write: ColdWrite
+    max_length: int
 
 
 class CacheState(BatchRows):
@@ -140,7 +141,7 @@ class CacheState(BatchRows):
         self.append_columns(layout.owned)
         self.step_id += 1
         plan = self._plan(layout, before)
-        self._step, self._is_open = Step(plan, write), True
+        self._step, self._is_open = Step(plan, write, self.cold.table.max_length), True
         return self._step
 
     @property

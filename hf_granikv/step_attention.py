@@ -30,6 +30,7 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     scratch = step.plan.scratch
     key = (
         query.shape,
+        query.dtype,
         step.private.num_kv_heads,
         query.device,
         step.window,
@@ -103,8 +104,7 @@ def _of_part(
             seen = partial(attend_each_row, query, keys[:, fringe], values[:, fringe])
             states.append(seen(scale=rule.scale, softcap=rule.softcap, mask=work.fringe_mask))
         keys, values = keys[:, common:], values[:, common:]
-    if (backend := work.backend) is not None:
-        attend = partial(backend.pieces, scale=rule.scale, softcap=rule.softcap)
+    if (attend := work.attend) is not None:
         if (note := work.note) is not None and note.is_due:
             states.append(_timed(partial(attend, query, keys, values), note, query))
         else:

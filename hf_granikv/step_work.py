@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_granikv.backends import BACKENDS, PrefixBackend
+from hf_granikv.backends import BACKENDS
+from hf_granikv.backends.base import Attend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
@@ -41,7 +42,7 @@ class PartWork:
     part_idx: int
     rows: slice | Tensor | None
     row_map: NDArray[np.int64] | None
-    backend: PrefixBackend | None
+    attend: Attend | None
     view: PrefixView | None
     fringe_mask: SuffixMask | None
     note: GroupNote | None
@@ -76,7 +77,7 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
     levels: dict[int, list[PartWork]] = {}
     for part_idx, part in enumerate(step.parts):
         work = _prepare_part(query, step, part_idx, rule)
-        if work.backend is not None or work.fringe_mask is not None:
+        if work.attend is not None or work.fringe_mask is not None:
             levels.setdefault(part.group.depth, []).append(work)
     mask, start = plan.suffix_mask, 0
     if window is not None:
@@ -127,12 +128,13 @@ def _spans(mask: Tensor | None, start: int, width: int, num_rows: int) -> NDArra
 
 
 def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule) -> PartWork:
-    part, plan, view, backend, note = step.parts[part_idx], step.plan, None, None, None
+    part, plan, view, attend, note = step.parts[part_idx], step.plan, None, None, None
     group, common_start = part.group, part.start
     if step.window is not None:
         view = prefix_view(part, plan, step.window)
         common_start = view.common_start
     num_rows = len(query) if group.rows is None else len(group.rows)
+    rows = _index(group.rows, query.device)
     if group.stop > common_start:
         shape = _group_shape(query, part, num_rows, group.stop - common_start, rule)
         decision = _dispatcher(plan.dispatch).choose(shape, str(query.device))
@@ -143,7 +145,10 @@ def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule
             partial(_described, shape, decision),
             is_timed=query.is_cpu or plan.journal.times_accelerators,
         )
-        backend = BACKENDS[decision.backend_name]
+        planned = BACKENDS[decision.backend_name].planned
+        keys, values = (t[:, common_start - part.start :] for t in (part.keys, part.values))
+        of_rows = query if rows is None else query[rows]
+        attend = planned(of_rows, keys, values, scale=rule.scale, softcap=rule.softcap)
     fringe_mask = None if view is None else _ready(view.fringe_mask, query)
     if view is not None and fringe_mask is not None:
         num_tokens = common_start - view.fringe_start
@@ -155,8 +160,7 @@ def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule
     if group.rows is not None:
         row_map = np.full(plan.num_rows, -1, dtype=np.int64)
         row_map[group.rows] = np.arange(num_rows)
-    rows = _index(group.rows, query.device)
-    return PartWork(part_idx, rows, row_map, backend, view, fringe_mask, note)
+    return PartWork(part_idx, rows, row_map, attend, view, fringe_mask, note)
 
 
 def _index(rows: NDArray[np.int64] | None, device: torch.device) -> slice | Tensor | None:

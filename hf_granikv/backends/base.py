@@ -1,13 +1,18 @@
 """The algorithm that computes the prefix part of an attention step."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.views import AttentionState, GroupShape
+
+# queries, keys and values of a layer to stacked states, as `PrefixBackend.pieces` has them
+Attend = Callable[[Tensor, Tensor, Tensor], AttentionState]
 
 
 class PrefixBackend(ABC):
@@ -46,6 +51,23 @@ class PrefixBackend(ABC):
             Stacked states by kv head: out `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len,
             value_dim]` and lse `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len]`, any strides.
         """
+
+    def planned(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
+    ) -> Attend:
+        """Gives `pieces` with all that is the same in the layers of a step worked out once.
+
+        Args:
+            query: Of the first layer; the others bring tensors of the same sizes.
+            keys: Likewise.
+            values: Likewise.
+            scale: Factor on the scores.
+            softcap: Their bound.
+
+        Returns:
+            What attends in one layer. Its result is valid until it is called again.
+        """
+        return partial(self.pieces, scale=scale, softcap=softcap)
 
 
 def pack_queries(query: Tensor, num_kv_heads: int) -> Tensor:

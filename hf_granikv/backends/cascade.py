@@ -5,13 +5,18 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_granikv.backends.base import (
+    Attend,
     PrefixBackend,
     attention_work,
     of_rows,
     pack_queries,
 )
 from hf_granikv.dispatch.roofline import Work
-from hf_granikv.kernels.shared_attention import flash_shared_attention
+from hf_granikv.kernels.shared_attention import (
+    TiledAttention,
+    flash_shared_attention,
+    unsupported_reasons,
+)
 from hf_granikv.views import AttentionState, GroupShape
 
 
@@ -41,8 +46,31 @@ class CascadeBackend(PrefixBackend):
         scale: float,
         softcap: float | None = None,
     ) -> AttentionState:
-        """Attends in one fused call; out has the dtype of the query on a CPU."""
+        """Attends in one fused call; out has the dtype of the query on a CPU, or is float32."""
         assert softcap is None, "unsupported_reasons names soft-capping"
+        if not unsupported_reasons(query, keys, values):
+            return self.planned(query, keys, values, scale=scale)(query, keys, values)
         packed = pack_queries(query, keys.shape[0])
         states = flash_shared_attention(packed, keys, values, scale=scale)
         return of_rows(*states, query.shape[0])
+
+    def planned(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Attend:
+        """Plans the compiled kernel where there is one for this CPU."""
+        if unsupported_reasons(query, keys, values):
+            return super().planned(query, keys, values, scale=scale, softcap=softcap)
+        tiled = TiledAttention(query, keys, values, scale=scale)
+        state = of_rows(*tiled.states, query.shape[0])
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor) -> AttentionState:
+            tiled.run(query, keys, values)
+            return state
+
+        return attend

@@ -13,9 +13,23 @@ from hf_granikv.kernels._numba_types import (
     exp_of_negative,
     float32_at,
     int64_at,
-    larger,
     pointer_like,
     uint16_at,
+)
+from hf_granikv.kernels._numba_types import larger as larger_of
+from hf_granikv.kernels._numba_vectors import (
+    add,
+    exp2_of_negative,
+    fma,
+    full,
+    larger,
+    largest_of,
+    load,
+    load_bfloat16,
+    prefetch,
+    store,
+    sum_of,
+    sums_of_rows,
 )
 from hf_granikv.kernels.compiled import THREAD_NUM, register_symbols
 
@@ -24,12 +38,21 @@ _thread_num = ExternalFunction(THREAD_NUM, types.int32())
 _F = np.float32
 _OPTIONS: dict[str, Any] = {"fastmath": FAST_MATH, "error_model": "numpy", "cache": True}
 
-# positions in the arguments, all int64; strides count elements
+# numbers of a vector; rows of scratch memory are whole vectors wide
+LANES = 16
+# as far ahead keys and values are fetched into the cache, in tokens
+AHEAD = 32
+LOG2_E = 1.4426950408889634
+
+# positions in the arguments, all int64; strides count elements, but those of scratch memory bytes
 ROWS, HEADS, RATIO, KEY_DIM, VALUE_DIM, THREADS, SLOTS, SLOTS_ROW = range(8)
-SPANS, LONGEST, SCALE, QUERY, QUERY_ROW, QUERY_HEAD = range(8, 14)
-KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(14, 20)
-OUT, SINKS, NUM_STATES = range(20, 23)
-NUM_ARGUMENTS = 23
+SPANS, SCALE, KEY_WIDTH, VALUE_WIDTH, SCORES_ROW, SCRATCH, SCRATCH_SIZE = range(8, 15)
+# where the parts of a thread's scratch memory begin, behind the queries
+AT_KEYS, AT_VALUES, AT_PRODUCTS, AT_SCORES, AT_SUMS, AT_TOTALS = range(15, 21)
+QUERY, QUERY_ROW, QUERY_HEAD = range(21, 24)
+KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(24, 30)
+OUT, SINKS, NUM_STATES = range(30, 33)
+NUM_ARGUMENTS = 33
 # of each state, after those
 NUM_PIECES, STATE_OUT, STATE_PIECE, STATE_ROW, STATE_HEAD, STATE_QUERY = range(6)
 STATE_LSE, LSE_PIECE, LSE_ROW, LSE_HEAD, LSE_QUERY, STATE_IS_FLOAT, STATE_ROWS = range(6, 13)
@@ -39,35 +62,76 @@ MAX_ARGUMENTS = 1 << 20
 
 
 @njit(**_OPTIONS)
-def _weigh(scores, num_tokens, peak):  # type: ignore[no-untyped-def]
+def _vector(address, like):  # type: ignore[no-untyped-def]
+    """16 elements at an address."""
+    if like.itemsize == 2:
+        return load_bfloat16(address)
+    return load(address)
+
+
+@njit(**_OPTIONS)
+def _widen(rows, stride, slots, dim, to, width, like):  # type: ignore[no-untyped-def]
+    """Puts the elements in some slots, as float32, to rows of `width` numbers."""
+    whole = dim // LANES * LANES
+    for j in range(len(slots)):
+        row, at = rows + slots[j] * stride, to + 4 * width * j
+        for e in range(0, whole, LANES):
+            store(at + 4 * e, _vector(row + like.itemsize * e, like))
+        rest = carray(pointer_like(row, like), (dim,))
+        wide = carray(float32_at(at), (dim,))
+        for e in range(whole, dim):
+            wide[e] = as_float(rest[e])
+
+
+@njit(**_OPTIONS)
+def _prefetch(rows, stride, slots, num_bytes):  # type: ignore[no-untyped-def]
+    for j in range(len(slots)):
+        for offset in range(0, num_bytes, 64):
+            prefetch(rows + slots[j] * stride + offset)
+
+
+@njit(**_OPTIONS)
+def _score(queries, ratio, keys, num_tokens, width, products, scores, scores_row):  # type: ignore[no-untyped-def]
+    """Scores of up to 16 tokens; those that are none get the lowest of all."""
+    for i in range(ratio):
+        query = queries + 4 * width * i
+        for j in range(num_tokens):
+            key = keys + 4 * width * j
+            total = full(_F(0))
+            for e in range(0, 4 * width, 64):
+                total = fma(load(query + e), load(key + e), total)
+            store(products + 64 * j, total)
+        for j in range(num_tokens, LANES):
+            store(products + 64 * j, full(_F(-np.inf)))
+        store(scores + i * scores_row, sums_of_rows(products))
+
+
+@njit(**_OPTIONS)
+def _add(sums, ratio, values, num_tokens, width, weights, weights_row):  # type: ignore[no-untyped-def]
+    """Adds up to 16 weighted values to the sum of each query."""
+    for i in range(ratio):
+        weight = carray(float32_at(weights + i * weights_row), (LANES,))
+        for e in range(0, 4 * width, 64):
+            at = sums + 4 * width * i + e
+            value, even, odd = values + e, load(at), full(_F(0))
+            for j in range(0, num_tokens - 1, 2):
+                even = fma(full(weight[j]), load(value), even)
+                odd = fma(full(weight[j + 1]), load(value + 4 * width), odd)
+                value += 8 * width
+            if num_tokens % 2:
+                even = fma(full(weight[num_tokens - 1]), load(value), even)
+            store(at, add(even, odd))
+
+
+@njit(**_OPTIONS)
+def _weigh(scores, num_bytes, peak):  # type: ignore[no-untyped-def]
     """Turns scores into weights; gives their sum."""
-    total = _F(0)
-    for j in range(num_tokens):
-        scores[j] = exp_of_negative(scores[j] - peak)
-    for j in range(num_tokens):
-        total += scores[j]
-    return total
-
-
-@njit(**_OPTIONS)
-def _score(query, key, wide, scores, j):  # type: ignore[no-untyped-def]
-    for e in range(key.shape[0]):
-        wide[e] = as_float(key[e])
-    for i in range(query.shape[0]):
-        dot = _F(0)
-        for e in range(key.shape[0]):
-            dot += query[i, e] * wide[e]
-        scores[i, j] = dot
-
-
-@njit(**_OPTIONS)
-def _add(out, value, wide, weights, j):  # type: ignore[no-untyped-def]
-    for e in range(value.shape[0]):
-        wide[e] = as_float(value[e])
-    for i in range(out.shape[0]):
-        weight = weights[i, j]
-        for e in range(value.shape[0]):
-            out[i, e] += weight * wide[e]
+    factor, below, total = full(_F(LOG2_E)), full(-peak * _F(LOG2_E)), full(_F(0))
+    for at in range(scores, scores + num_bytes, 64):
+        weights = exp2_of_negative(fma(load(at), factor, below))
+        store(at, weights)
+        total = add(total, weights)
+    return sum_of(total)
 
 
 @njit(**_OPTIONS)
@@ -91,17 +155,18 @@ def _lse(state, piece, row, head, i):  # type: ignore[no-untyped-def]
 
 
 @njit(**_OPTIONS)
-def _peak(args, row, head, i, scores, num_tokens):  # type: ignore[no-untyped-def]
+def _peak(args, row, head, i, scores, num_bytes):  # type: ignore[no-untyped-def]
     """The largest score or log-sum-exp that one query meets."""
-    peak = _F(-np.inf)
-    for j in range(num_tokens):
-        peak = larger(peak, scores[j])
+    highest = full(_F(-np.inf))
+    for at in range(scores, scores + num_bytes, 64):
+        highest = larger(highest, load(at))
+    peak = largest_of(highest)
     for number in range(args[NUM_STATES]):
         state = args[NUM_ARGUMENTS + number * NUM_STATE_ARGUMENTS :]
         at = _row_of_state(args, state, row)
         if at >= 0:
             for piece in range(state[NUM_PIECES]):
-                peak = larger(peak, _lse(state, piece, at, head, i))
+                peak = larger_of(peak, _lse(state, piece, at, head, i))
     return peak
 
 
@@ -127,62 +192,92 @@ def _merge(args, row, head, i, out, peak, total):  # type: ignore[no-untyped-def
 
 
 @njit(**_OPTIONS)
-def _finish(args, row, head, scores, sums, num_tokens, totals):  # type: ignore[no-untyped-def]
-    """Weighs the scores of one row and head, and adds what the prefixes gave."""
-    ratio = args[RATIO]
+def _finish(args, row, head, i, scores, num_bytes, out):  # type: ignore[no-untyped-def]
+    """Weighs the scores of one query, and starts its sum with what the prefixes gave.
+
+    Returns:
+        The sum of all weights; 0 if the query sees nothing.
+    """
+    peak, sink = _peak(args, row, head, i, scores, num_bytes), _F(-np.inf)
+    if args[SINKS] != 0:
+        num_q_heads = args[HEADS] * args[RATIO]
+        sink = carray(float32_at(args[SINKS]), (num_q_heads,))[head * args[RATIO] + i]
+        peak = larger_of(peak, sink)
+    out[:] = _F(0)
+    if not peak > _F(-np.inf):
+        for at in range(scores, scores + num_bytes, 64):
+            store(at, full(_F(0)))
+        return _F(0)
+    total = _weigh(scores, num_bytes, peak)
+    total = _merge(args, row, head, i, out, peak, total)
+    if args[SINKS] != 0:
+        total += exp_of_negative(sink - peak)
+    return total
+
+
+@njit(**_OPTIONS)
+def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-def]
+    """Puts the queries of one row and head, times the scale, to rows of `width` numbers."""
+    scale = carray(float32_at(args[SCALE]), (1,))[0]
+    queries = carray(float32_at(to), (args[RATIO], width))
+    for i in range(args[RATIO]):
+        at = row * args[QUERY_ROW] + (head * args[RATIO] + i) * args[QUERY_HEAD]
+        address = args[QUERY] + like.itemsize * at
+        query = carray(pointer_like(address, like), (args[KEY_DIM],))
+        for e in range(args[KEY_DIM]):
+            queries[i, e] = as_float(query[e]) * scale
+
+
+@njit(**_OPTIONS)
+def _attend_unit(args, row, head, area, like):  # type: ignore[no-untyped-def]
+    """Attends from the queries of one row and head."""
+    ratio, size, dim = args[RATIO], like.itemsize, args[VALUE_DIM]
+    scores, products = area + args[AT_SCORES], area + args[AT_PRODUCTS]
+    wide_keys, wide_values = area + args[AT_KEYS], area + args[AT_VALUES]
+    sums = area + args[AT_SUMS]
+    key_width, value_width = args[KEY_WIDTH], args[VALUE_WIDTH]
+    key_slot, value_slot = size * args[KEYS_SLOT], size * args[VALUES_SLOT]
+    keys = args[KEYS] + size * head * args[KEYS_HEAD]
+    values = args[VALUES] + size * head * args[VALUES_HEAD]
+    table = carray(int64_at(args[SLOTS] + 8 * row * args[SLOTS_ROW]), (args[SLOTS_ROW],))
+    span = carray(int64_at(args[SPANS] + 16 * row), (2,))
+    slots, row_bytes = table[span[0] : span[1]], args[SCORES_ROW]
+    num_bytes = (len(slots) + LANES - 1) // LANES * 64
+    _take_queries(args, row, head, area, key_width, like)
+    for j in range(0, len(slots), LANES):
+        some = slots[j : j + LANES]
+        _prefetch(keys, key_slot, slots[j + AHEAD : j + AHEAD + LANES], size * args[KEY_DIM])
+        _widen(keys, key_slot, some, args[KEY_DIM], wide_keys, key_width, like)
+        _score(area, ratio, wide_keys, len(some), key_width, products, scores + 4 * j, row_bytes)
+    _prefetch(values, value_slot, slots[:AHEAD], size * dim)
+    totals = carray(float32_at(area + args[AT_TOTALS]), (ratio,))
     for i in range(ratio):
-        peak = _peak(args, row, head, i, scores[i], num_tokens)
-        if args[SINKS] != 0:
-            sink = carray(float32_at(args[SINKS]), (args[HEADS] * ratio,))[head * ratio + i]
-            peak = larger(peak, sink)
-        sums[i] = _F(0)
-        totals[i] = _F(0)
-        if peak > _F(-np.inf):
-            totals[i] = _weigh(scores[i], num_tokens, peak)
-            totals[i] = _merge(args, row, head, i, sums[i], peak, totals[i])
-            if args[SINKS] != 0:
-                totals[i] += exp_of_negative(sink - peak)
-        else:
-            scores[i, :num_tokens] = _F(0)
+        out = carray(float32_at(sums + 4 * value_width * i), (value_width,))
+        totals[i] = _finish(args, row, head, i, scores + row_bytes * i, num_bytes, out)
+    for j in range(0, len(slots), LANES):
+        some = slots[j : j + LANES]
+        _prefetch(values, value_slot, slots[j + AHEAD : j + AHEAD + LANES], size * dim)
+        _widen(values, value_slot, some, dim, wide_values, value_width, like)
+        _add(sums, ratio, wide_values, len(some), value_width, scores + 4 * j, row_bytes)
+    address = args[OUT] + size * (row * args[HEADS] + head) * ratio * dim
+    out = carray(pointer_like(address, like), (ratio, dim))
+    for i in range(ratio):
+        share = _F(1) / larger_of(totals[i], _F(1e-38))
+        total = carray(float32_at(sums + 4 * value_width * i), (dim,))
+        for e in range(dim):
+            out[i, e] = as_element(total[e] * share, out)
 
 
 @njit(**_OPTIONS)
 def _attend(args, like):  # type: ignore[no-untyped-def]
     """Does the share of one thread; `like` is an array of the kind of elements that are read."""
-    heads, ratio, key_dim, value_dim = args[HEADS], args[RATIO], args[KEY_DIM], args[VALUE_DIM]
-    num_units, threads, size = args[ROWS] * heads, args[THREADS], like.itemsize
-    thread = np.int64(_thread_num())
-    spans = carray(int64_at(args[SPANS]), (args[ROWS], 2))
-    slots = carray(int64_at(args[SLOTS]), (args[ROWS], args[SLOTS_ROW]))
-    scale = carray(float32_at(args[SCALE]), (1,))[0]
-    queries = np.empty((ratio, key_dim), np.float32)
-    wide = np.empty(max(key_dim, value_dim), np.float32)
-    scores = np.empty((ratio, args[LONGEST]), np.float32)
-    sums = np.empty((ratio, value_dim), np.float32)
-    totals = np.empty(ratio, np.float32)
+    heads, threads, thread = args[HEADS], args[THREADS], np.int64(_thread_num())
+    num_units, area = args[ROWS] * heads, args[SCRATCH] + thread * args[SCRATCH_SIZE]
+    # it is read beyond the last element of a row
+    for at in range(area, area + args[SCRATCH_SIZE], 64):
+        store(at, full(_F(0)))
     for unit in range(num_units * thread // threads, num_units * (thread + 1) // threads):
-        row, head = unit // heads, unit % heads
-        start, num_tokens = spans[row, 0], spans[row, 1] - spans[row, 0]
-        for i in range(ratio):
-            at = row * args[QUERY_ROW] + (head * ratio + i) * args[QUERY_HEAD]
-            query = carray(pointer_like(args[QUERY] + size * at, like), (key_dim,))
-            for e in range(key_dim):
-                queries[i, e] = as_float(query[e]) * scale
-        for j in range(num_tokens):
-            at = head * args[KEYS_HEAD] + slots[row, start + j] * args[KEYS_SLOT]
-            address = args[KEYS] + size * at
-            _score(queries, carray(pointer_like(address, like), (key_dim,)), wide, scores, j)
-        _finish(args, row, head, scores, sums, num_tokens, totals)
-        for j in range(num_tokens):
-            at = head * args[VALUES_HEAD] + slots[row, start + j] * args[VALUES_SLOT]
-            address = args[VALUES] + size * at
-            _add(sums, carray(pointer_like(address, like), (value_dim,)), wide, scores, j)
-        address = args[OUT] + size * unit * ratio * value_dim
-        out = carray(pointer_like(address, like), (ratio, value_dim))
-        for i in range(ratio):
-            share = _F(1) / larger(totals[i], _F(1e-38))
-            for e in range(value_dim):
-                out[i, e] = as_element(sums[i, e] * share, out)
+        _attend_unit(args, unit // heads, unit % heads, area, like)
 
 
 @cfunc(types.void(types.CPointer(types.int64)), **_OPTIONS)

@@ -5,5 +5,12 @@ from hf_granikv.kernels.shared_attention.reference import (
     flash_shared_attention,
     gemm_shared_attention,
 )
+from hf_granikv.kernels.shared_attention.tiles import TiledAttention, unsupported_reasons
 
-__all__ = ["PackedStates", "flash_shared_attention", "gemm_shared_attention"]
+__all__ = [
+    "PackedStates",
+    "TiledAttention",
+    "flash_shared_attention",
+    "gemm_shared_attention",
+    "unsupported_reasons",
+]
