@@ -14,7 +14,7 @@ from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_inputs import embedded
-from hf_granikv.prompt_checks import check_arguments
+from hf_granikv.prompt_checks import check_arguments, check_keeps_cache
 from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.rows_owner import RowsOwner
 from hf_granikv.state import CacheState
@@ -93,6 +93,7 @@ class ForwardReader:
                 "a cache that holds a prefix; pass use_cache=True, or leave the cache out."
             )
         check_arguments(kwargs, takes_media=bool(config.sub_configs))
+        check_keeps_cache(module)
         num_rows, _ = shape_of(kwargs)
         held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None
         if cut is not None and cut.is_continued_by(kwargs, held, bool(generation)):
