@@ -1,5 +1,6 @@
 """Reading the arguments of coming forward passes, for one cache."""
 
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, cast
 
@@ -75,7 +76,8 @@ class ForwardReader:
         if generation or layout.starts_batch:
             self._models.check(module)
         takes_positions = "position_ids" in forward_parameters(module)
-        self._check_served(layout, kwargs, takes_positions=takes_positions)
+        ahead = _num_ahead(generation) + (0 if cut is None else cut.num_left)
+        self._check_served(layout, kwargs, takes_positions=takes_positions, num_ahead=ahead)
         if not takes_positions:
             kwargs.pop("position_ids", None)
         state.stage(layout)
@@ -106,14 +108,21 @@ class ForwardReader:
         return *read_generation(kwargs, starts, held, embeds_of), None
 
     def _check_served(
-        self, layout: Layout, kwargs: dict[str, Any], *, takes_positions: bool
+        self, layout: Layout, kwargs: dict[str, Any], *, takes_positions: bool, num_ahead: int
     ) -> None:
-        """Checks that the model can be right about a forward that is laid out so."""
+        """Checks that the model can be right about a forward that is laid out so.
+
+        Args:
+            layout: Of the forward.
+            kwargs: Its arguments.
+            takes_positions: Whether the model's forward takes `position_ids`.
+            num_ahead: Tokens that may follow in the same call.
+        """
         served, positions = self._served, kwargs.get("position_ids")
         if positions is not None and served.has_length_limit:
-            served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1)
+            served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1 + num_ahead)
         if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
-            served.check_padding(mask.shape[-1], takes_positions=takes_positions)
+            served.check_padding(mask.shape[-1] + num_ahead, takes_positions=takes_positions)
         served.check_reach(layout.reads)
 
     def first_column(self, caller: FrameType) -> int:
@@ -153,6 +162,14 @@ def _with_mask(kwargs: dict[str, Any], generation: dict[str, Any]) -> dict[str, 
         num_hidden = max(0, mask_length - prompts.shape[1])
     mask = torch.ones(num_rows, num_hidden + num_ids, dtype=torch.int64)
     return {**kwargs, "attention_mask": mask}
+
+
+def _num_ahead(generation: Mapping[str, Any]) -> int:
+    """Tokens that a `generate` call may still bring to the cache after its prompt."""
+    ids: Tensor | None = generation.get("input_ids")
+    max_length = getattr(generation.get("generation_config"), "max_length", None)
+    # the last token generated is not read any more
+    return 0 if ids is None or max_length is None else max(0, max_length - ids.shape[1] - 1)
 
 
 def _embeds(
