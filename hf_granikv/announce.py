@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_granikv.errors import UnreadCacheError
 from hf_granikv.row_processors import show_rows_alone
 
 
@@ -83,13 +84,22 @@ def announce_forward(
 def settle_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Tells the cache that a forward pass is over, well or not."""
+    """Tells the cache that a forward pass is over, well or not.
+
+    Raises:
+        UnreadCacheError: If it is over, and no layer has asked the cache for anything.
+    """
     if args:
         kwargs = {**dict(zip(forward_parameters(module), args, strict=False)), **kwargs}
-    settle = getattr(_cache_in(kwargs), "settle", None)
+    cache = _cache_in(kwargs)
+    settle = getattr(cache, "settle", None)
     if settle is not None:
         # a forward that raised has no output
-        settle(is_complete=output is not None)
+        is_complete = output is not None
+        is_unread = is_complete and getattr(getattr(cache, "rows", None), "is_staged", False)
+        settle(is_complete=is_complete)
+        if is_unread:
+            raise UnreadCacheError(type(module).__name__)
 
 
 def _cache_in(kwargs: dict[str, Any]) -> Any:

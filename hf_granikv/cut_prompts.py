@@ -131,6 +131,12 @@ class CutPrompt:
         return chunks is not None
 
     @property
+    def num_left(self) -> int:
+        """Columns that forwards still to begin will compute."""
+        q_len = self.layout.owned.shape[1]
+        return q_len - q_len * self.num_sent // len(self.chunks)
+
+    @property
     def seq_len(self) -> int:
         """Tokens of the longest row."""
         return int(self.columns["position_ids"].max()) + 1

@@ -35,6 +35,19 @@ class UnannouncedForwardError(RuntimeError):
         super().__init__(text)
 
 
+class UnreadCacheError(RuntimeError):
+    """A forward pass was over, and no layer had read the cache that it was given."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"no layer of {model} has read the cache that this forward pass was given, so what it "
+            "computed lacks the prefix and all tokens before the new ones. Gradient checkpointing in "
+            "training mode takes caches away, and so may a wrapper or a hook: leave that out "
+            "(model.gradient_checkpointing_disable(), or model.eval()), or pass whole prompts without "
+            "a cache."
+        )
+
+
 class CutGraphError(RuntimeError):
     """A backward needs gradients of tokens that an earlier forward has stored."""
 

@@ -1,5 +1,6 @@
 """Reading the arguments of coming forward passes, for one cache."""
 
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_inputs import embedded
-from hf_granikv.prompt_checks import check_arguments
+from hf_granikv.prompt_checks import check_arguments, check_keeps_cache
 from hf_granikv.row_prefixes import RowPrefixes
 from hf_granikv.rows_owner import RowsOwner
 from hf_granikv.state import CacheState
@@ -75,7 +76,8 @@ class ForwardReader:
         if generation or layout.starts_batch:
             self._models.check(module)
         takes_positions = "position_ids" in forward_parameters(module)
-        self._check_served(layout, kwargs, takes_positions=takes_positions)
+        ahead = _num_ahead(generation) + (0 if cut is None else cut.num_left)
+        self._check_served(layout, kwargs, takes_positions=takes_positions, num_ahead=ahead)
         if not takes_positions:
             kwargs.pop("position_ids", None)
         state.stage(layout)
@@ -93,6 +95,7 @@ class ForwardReader:
                 "a cache that holds a prefix; pass use_cache=True, or leave the cache out."
             )
         check_arguments(kwargs, takes_media=bool(config.sub_configs))
+        check_keeps_cache(module)
         num_rows, _ = shape_of(kwargs)
         held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None
         if cut is not None and cut.is_continued_by(kwargs, held, bool(generation)):
@@ -105,14 +108,21 @@ class ForwardReader:
         return *read_generation(kwargs, starts, held, embeds_of), None
 
     def _check_served(
-        self, layout: Layout, kwargs: dict[str, Any], *, takes_positions: bool
+        self, layout: Layout, kwargs: dict[str, Any], *, takes_positions: bool, num_ahead: int
     ) -> None:
-        """Checks that the model can be right about a forward that is laid out so."""
+        """Checks that the model can be right about a forward that is laid out so.
+
+        Args:
+            layout: Of the forward.
+            kwargs: Its arguments.
+            takes_positions: Whether the model's forward takes `position_ids`.
+            num_ahead: Tokens that may follow in the same call.
+        """
         served, positions = self._served, kwargs.get("position_ids")
         if positions is not None and served.has_length_limit:
-            served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1)
+            served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1 + num_ahead)
         if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
-            served.check_padding(mask.shape[-1], takes_positions=takes_positions)
+            served.check_padding(mask.shape[-1] + num_ahead, takes_positions=takes_positions)
         served.check_reach(layout.reads)
 
     def first_column(self, caller: FrameType) -> int:
@@ -152,6 +162,14 @@ def _with_mask(kwargs: dict[str, Any], generation: dict[str, Any]) -> dict[str, 
         num_hidden = max(0, mask_length - prompts.shape[1])
     mask = torch.ones(num_rows, num_hidden + num_ids, dtype=torch.int64)
     return {**kwargs, "attention_mask": mask}
+
+
+def _num_ahead(generation: Mapping[str, Any]) -> int:
+    """Tokens that a `generate` call may still bring to the cache after its prompt."""
+    ids: Tensor | None = generation.get("input_ids")
+    max_length = getattr(generation.get("generation_config"), "max_length", None)
+    # the last token generated is not read any more
+    return 0 if ids is None or max_length is None else max(0, max_length - ids.shape[1] - 1)
 
 
 def _embeds(

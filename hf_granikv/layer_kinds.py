@@ -12,8 +12,11 @@ from hf_granikv.views import LayerKind
 
 # their generate drops the cache where the long RoPE sets in
 _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
-# once there are more keys than these keep, two forwards give other results than one, with any cache
-_CHOOSE_KEYS = {"doge": "keep_window_size"}
+# past so many keys, two forwards give other results than one, with any cache: doge chooses among
+# them, and moshi has no window, while its caches keep one
+_CHOOSE_KEYS = {"doge": "keep_window_size", "moshi": "sliding_window"}
+# their forward copies layers of the cache, or reads keys out of them
+_REACH_INTO_LAYERS = ("dory",)
 # these call view on keys and values, which DynamicCache returns contiguous
 _VIEWS_KEYS = ("gpt_neox_japanese",)
 # without position_ids, these count positions from the mask, as they should
@@ -71,6 +74,11 @@ class ServedModel:
             raise ValueError(
                 f"{model_type} has local layers beside layers that keep states; use DynamicCache "
                 "for this model."
+            )
+        if model_type in _REACH_INTO_LAYERS:
+            raise ValueError(
+                f"{model_type} loops over its layers and keeps their caches by itself, which takes "
+                "layers that hold their own keys; use DynamicCache for this model."
             )
         rope_type, rope_limit = length_dependent_rope(config)
         if rope_type is not None and model_type in _CACHE_DROPPING_MODELS:
@@ -194,9 +202,9 @@ class ServedModel:
         """
         if self.continuable_to is not None and length > self.continuable_to:
             raise ValueError(
-                f"{self.model_type} chooses {self.continuable_to} keys among those of one forward, "
-                f"so {length} tokens computed in two forwards differ from those of one, with any "
-                "cache. Stay below, or use no cache."
+                f"{self.model_type} attends to other keys in two forwards than in one past "
+                f"{self.continuable_to} tokens, with any cache, so {length} tokens cannot be right. "
+                "Stay below, or use no cache."
             )
         is_changed = length > self.rope_limit and (
             self.rope_type == "dynamic" or prefix_len <= self.rope_limit

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_granikv.pools import Prefix
 from hf_granikv.row_prefixes import RowPrefixes
@@ -63,6 +63,25 @@ def check_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> None:
         raise ValueError(
             f"{', '.join(unread)} came with a forward over a prefix, which is stored as the token ids "
             "alone give it, and may change keys and values. Leave it out, or generate without this "
+            "cache."
+        )
+
+
+def check_keeps_cache(model: nn.Module) -> None:
+    """Checks that the layers of a model are handed the cache.
+
+    Raises:
+        ValueError: If gradient checkpointing takes it from them, as transformers has it.
+    """
+    if not model.training or not torch.is_grad_enabled():
+        return
+    if any(
+        part.training and getattr(part, "gradient_checkpointing", False) for part in model.modules()
+    ):
+        raise ValueError(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, where transformers "
+            "takes the cache away from its layers, so they would not see the prefix. Call "
+            "model.gradient_checkpointing_disable() or model.eval(), or run whole prompts without a "
             "cache."
         )
 

@@ -203,11 +203,12 @@ def show_rows_alone(model: nn.Module, starts_of: Callable[[int], Any]) -> None:
 def _own_ids(
     input_ids: Tensor, model_kwargs: dict[str, Any], config: Any, starts_of: Any
 ) -> OwnIds | None:
-    """Gives the ids of each row as if alone; None if they are `input_ids`, or none are given."""
-    if model_kwargs.get("inputs_embeds") is not None:
-        return None
+    """Gives the ids of each row as if alone; None if they are `input_ids`."""
     mask: Tensor | None = model_kwargs.get("attention_mask")
     num_rows, num_ids = input_ids.shape
+    if not num_ids and model_kwargs.get("inputs_embeds") is not None:
+        # prompts of embeddings alone: what was generated since is all ids there are
+        return OwnIds(list(input_ids), is_whole=True)
     if mask is None:
         # generate drops a mask of ones; without it, ids are whole prompts
         mask = input_ids.new_ones(num_rows, getattr(config, "_mask_length", num_ids))

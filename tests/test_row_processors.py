@@ -341,3 +341,24 @@ def test_a_stop_string_does_not_begin_in_the_pads() -> None:
     stopped = called(model, inputs, use_cache=False, **options).sequences[0, 4:]
     got = called(model, inputs, **cached(prefilled(model, rows[0][:1])), **options)
     assert stopped.tolist() != alone.tolist() == got.sequences[0, 4:].tolist()
+
+
+@pytest.mark.parametrize("layout", [left_padded, middle_padded])
+def test_prompts_of_embeddings_have_no_ids_to_skip(
+    model: PreTrainedModel, layout: Callable[..., dict[str, Tensor]]
+) -> None:
+    """transformers skips as many ids as a row has pads: here those were generated ones."""
+    embed, options = model.get_input_embeddings(), {"repetition_penalty": 1.7, "do_sample": False}
+
+    def answers(inputs: dict[str, Tensor], **kwargs: Any) -> list[list[int]]:
+        embeds = embed(inputs["input_ids"]).detach()
+        mask = inputs["attention_mask"]
+        options_of_call = {**options, **kwargs, "max_new_tokens": 8}
+        out = model.generate(inputs_embeds=embeds, attention_mask=mask, **options_of_call)
+        tokens: list[list[int]] = out.tolist()
+        return tokens
+
+    rows = suffixes(3, 7, 5)
+    inputs = layout(whole(rows)) if layout is left_padded else layout(rows)
+    want = [answers(left_padded([row]), use_cache=False)[0] for row in whole(rows)]
+    assert answers(inputs, **cached(prefilled(model))) == want

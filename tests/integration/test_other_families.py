@@ -118,6 +118,26 @@ def test_layers_that_are_not_served_are_named_when_the_cache_is_built(name: str)
         AsymmetricPagedCache(config_of(name, **options))
 
 
+# the model loops over its layers, and its forward keeps their caches by itself
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+def test_a_model_that_reaches_into_layers_of_a_cache_is_refused(mode: str) -> None:
+    loops = {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0}
+    config = config_of("Dory", **loops, recurrent_kv_cache_mode=mode)
+    with pytest.raises(ValueError, match="dory loops over its layers"):
+        AsymmetricPagedCache(config)
+
+
+def test_a_model_that_sees_more_than_its_caches_keep_is_exact_or_refused() -> None:
+    """Moshi has a `sliding_window` that its masks know nothing of."""
+    options = {"ffn_dim": 64, "sliding_window": 40}
+    assert_exact("Moshi", RAGGED, **options)
+    model = built("Moshi", "sdpa", **options)
+    with pytest.raises(ValueError, match="other keys in two forwards than in one past 40"):
+        new_tokens(model, left_padded(whole(suffixes(21))), **cached(prefilled(model)))
+    with pytest.raises(ValueError, match="past 19"):
+        prefilled(built("Moshi", "sdpa", **{**options, "sliding_window": 19}))
+
+
 def test_an_encoder_decoder_is_refused_when_the_cache_is_built() -> None:
     with pytest.raises(ValueError, match="encoder-decoder models are not served"):
         AsymmetricPagedCache(transformers.T5Config())
