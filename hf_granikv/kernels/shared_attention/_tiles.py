@@ -48,14 +48,16 @@ QUERY, QUERY_ROW, QUERY_HEAD, QUERY_TOKEN = range(9, 13)
 KEYS, KEYS_HEAD, KEYS_TOKEN, VALUES, VALUES_HEAD, VALUES_TOKEN = range(13, 19)
 OUT, LSE, SCALE, TILE_CONFIG, SCRATCH, SCRATCH_SIZE = range(19, 25)
 # where the parts of a thread's scratch memory begin, and some sizes
-AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_WEIGHTS, AT_TAIL = range(25, 32)
-NUM_ARGUMENTS = 32
+AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL = range(25, 31)
+NUM_ARGUMENTS = 31
 
 # a tile has 16 rows of 64 bytes
 TILE = 16
 TILE_BYTES = 1024
-# tokens whose scores are alive at once, with those of the next queries
+# tokens whose scores are alive at once
 BLOCK = 64
+# of a block, for 16 queries
+WEIGHTS_BYTES = 2 * TILE * BLOCK
 # as far ahead keys and values are fetched into the cache
 AHEAD = 2 * BLOCK
 LOWEST = -1e30
@@ -160,8 +162,8 @@ def _prefetch(address, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(**_OPTIONS)
-def _weigh(scores, weights, peaks, totals, scale, keys, key_bytes, values, value_bytes):  # type: ignore[no-untyped-def]
-    """Turns scores into weights in bfloat16; gives the factor on all that was summed before.
+def _weigh(scores, peaks, totals, scale, keys, key_bytes, values, value_bytes):  # type: ignore[no-untyped-def]
+    """Turns scores into weights in bfloat16, where they are; gives the factor on earlier sums.
 
     Meanwhile fetches what comes next, so many bytes of keys and values per two tokens.
     """
@@ -175,6 +177,7 @@ def _weigh(scores, weights, peaks, totals, scale, keys, key_bytes, values, value
     store(peaks, peak)
     below = sub(full(_F(0)), peak)
     even = odd = full(_F(0))
+    weights = scores
     for at in range(scores, scores + 64 * BLOCK, 128):
         _prefetch(values, value_bytes)
         values += value_bytes
@@ -206,34 +209,28 @@ def _attend_block(args, keys, key_stride, values, value_stride, num_tokens, area
     key_dim, value_dim = args[KEY_DIM], args[VALUE_DIM]
     num_tiles = (args[QUERIES] + TILE - 1) // TILE
     scale = carray(float32_at(args[SCALE]), (1,))[0]
-    scores, weights = area + args[AT_SCORES], area + args[AT_WEIGHTS]
-    packed, others = area + args[AT_VALUES], scores + 64 * BLOCK
-    queries, sums = area, area + args[AT_SUMS]
-    peaks, totals = area + args[AT_PEAKS], area + args[AT_TOTALS]
+    scores, packed, queries = area + args[AT_SCORES], area + args[AT_VALUES], area
+    sums, peaks, totals = area + args[AT_SUMS], area + args[AT_PEAKS], area + args[AT_TOTALS]
     next_keys, next_values = keys + AHEAD * key_stride, values + AHEAD * value_stride
     key_bytes = (BLOCK * key_stride // (32 * num_tiles) + 63) // 64 * 64
     value_bytes = (BLOCK * value_stride // (32 * num_tiles) + 63) // 64 * 64
-    _score(keys, key_stride, queries, key_dim, scores)
-    # meanwhile the tiles are at work, as they are further down for the next queries
     _pack_values(values, value_stride, value_dim, packed)
-    for tile in range(num_tiles):
-        queries += 32 * key_dim
-        if tile + 1 < num_tiles:
-            _score(keys, key_stride, queries, key_dim, others)
+    for _ in range(num_tiles):
+        _score(keys, key_stride, queries, key_dim, scores)
         for token in range(num_tokens, BLOCK):
             store(scores + 64 * token, full(_F(LOWEST)))
         shrink = _weigh(
-            *(scores, weights, peaks, totals, scale),
+            *(scores, peaks, totals, scale),
             *(next_keys, key_bytes, next_values, value_bytes),
         )
+        for chunk in range(0, WEIGHTS_BYTES, TILE_BYTES):
+            transpose_pairs(scores + chunk, scores + chunk)
+        if any_below_one(shrink):
+            _shrink(sums, value_dim, shrink, scores + WEIGHTS_BYTES)
+        _add_values(scores, packed, value_dim, sums)
         next_keys += 32 * key_bytes
         next_values += 32 * value_bytes
-        for chunk in range(0, BLOCK // 32 * TILE_BYTES, TILE_BYTES):
-            transpose_pairs(weights + chunk, weights + chunk)
-        if any_below_one(shrink):
-            _shrink(sums, value_dim, shrink, scores)
-        _add_values(weights, packed, value_dim, sums)
-        scores, others = others, scores
+        queries += 32 * key_dim
         sums += 64 * value_dim
         peaks += 64
         totals += 64

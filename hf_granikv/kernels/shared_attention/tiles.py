@@ -111,8 +111,7 @@ def _scratch(kernel: Any, num_queries: int, key_dim: int, value_dim: int) -> tup
         num_tiles * 4 * tile * value_dim,
         *(num_tiles * 4 * tile, num_tiles * 4 * tile),
         2 * block * value_dim,
-        2 * 4 * block * tile,
-        2 * block * tile,
+        4 * block * tile,
         2 * block * (key_dim + value_dim),
     ]
     ends = [int(end) for end in np.cumsum(sizes)]
