@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.bench.rows import Row, environment, measured, record
+from hf_granikv.calibrating import PerRowPath
 from hf_granikv.dispatch import Dispatcher
 from hf_granikv.dispatch.calibration import STORE_BYTES, Stopwatch, places, random_store
 from hf_granikv.views import GroupShape, dtype_name
@@ -188,7 +189,7 @@ def timed(
     peers[STOCK] = lambda: stock(next(copies))
     decision = dispatcher.choose(shape, "cpu")
     chosen = decision.backend_name
-    prefix_part = partial(layers.attend_prefix, chosen)
+    prefix_part = layers.prefix_part({**BACKENDS, PerRowPath.name: PerRowPath()}[chosen])
     *times, prefix_s = watch.medians_s([*peers.values(), prefix_part], budget_s, most=25)
     seconds = dict(zip(peers, times, strict=True))
     return Cell(shape, suffix_len, chosen, decision.predicted_s[chosen], prefix_s, seconds)

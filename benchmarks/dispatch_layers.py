@@ -1,5 +1,6 @@
 """What some layers of a model hold, for attention to be timed without the model."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_granikv.backends import BACKENDS
+from hf_granikv.backends import PrefixBackend
 from hf_granikv.dispatch.calibration import places
 from hf_granikv.journal import Journal
 from hf_granikv.pools.cold import ColdPool
@@ -55,10 +56,17 @@ class Layers:
         private = PrivateTokens(storages, table.slots, table.max_length, read)
         return step_attention(self.query, LayerStep(layer_idx, plan, (part,), private), self.rule)
 
-    def attend_prefix(self, backend_name: str) -> None:
-        """The prefix part of the next layer alone."""
-        part = self.parts[next(self.turns) % len(self.parts)]
-        BACKENDS[backend_name].pieces(self.query, part.keys, part.values, scale=self.rule.scale)
+    def prefix_part(self, backend: PrefixBackend) -> Callable[[], object]:
+        """What runs the prefix part alone, each time that of the next layer."""
+        part = self.parts[0]
+        planned = partial(backend.planned, scale=self.rule.scale, softcap=None)
+        attend = planned(self.query, part.keys, part.values)
+
+        def run() -> None:
+            part = self.parts[next(self.turns) % len(self.parts)]
+            attend(self.query, part.keys, part.values)
+
+        return run
 
     def dense(self) -> list[Tensor]:
         """Keys and values of layer 0, `[rows, num_kv_heads, prefix_len + suffix_len, head_dim]`."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
-from hf_granikv.backends.base import private_work
+from hf_granikv.backends.base import Attend, private_work
+from hf_granikv.backends.per_row import PerRowBackend
 from hf_granikv.dispatch.calibration import Run, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
@@ -20,6 +22,7 @@ from hf_granikv.dispatch.roofline import PRIVATE, Work
 from hf_granikv.kernels.decode_attention import (
     DecodeAttention,
     GroupStates,
+    Segment,
     unsupported_reasons,
 )
 from hf_granikv.kernels.merge_states import merge_states
@@ -76,7 +79,7 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
     if not has_ranks or torch.distributed.get_rank() == 0:
         calibration = calibrate(
             device,
-            backends={**BACKENDS, PRIVATE: PrivatePath()},
+            backends={**BACKENDS, PerRowPath.name: PerRowPath(), PRIVATE: PrivatePath()},
             merging=merging,
             budget_s=budget_s,
             link_bytes_per_s=link,
@@ -101,9 +104,6 @@ class PrivatePath:
     The tokens of a prefix are dealt out to the rows.
     """
 
-    def __init__(self) -> None:
-        self._steps: dict[tuple[Any, ...], DecodeAttention] = {}
-
     def unsupported_reasons(self, shape: GroupShape) -> list[str]:
         """Refuses what no decode step asks for."""
         if shape.q_len > 1 or shape.prefix_len < shape.num_rows:
@@ -114,21 +114,46 @@ class PrivatePath:
         """Counts one read of each row's own."""
         return private_work(replace(shape, prefix_len=shape.prefix_len // shape.num_rows))
 
-    def pieces(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> object:
-        """Attends in the compiled pass, or in torch where there is none."""
+    def planned(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
+    ) -> Callable[[Tensor, Tensor, Tensor], object]:
+        """Gives the compiled pass, or torch where there is none."""
         num_rows, length = len(query), keys.shape[1] // len(query)
-        key = (query.shape, keys.shape, query.dtype)
-        if (step := self._steps.get(key)) is not None:
-            return step.run(query, keys, values, [])
         slots = np.arange(num_rows * length).reshape(num_rows, length)
         private = PrivateTokens((keys, values), slots, length, lambda: (keys, values))
-        if unsupported_reasons(query, private):
+        if not unsupported_reasons(query, private):
+            spans = np.tile([0, length], (num_rows, 1))
+            step = DecodeAttention(query, private, spans, scale=scale)
+            return partial(step.run, states=[])
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor) -> object:
             own = (t[:, : slots.size].unflatten(1, slots.shape) for t in (keys, values))
             tokens = [t.transpose(0, 1) for t in own]
             return suffix_attention(query, *tokens, scale=scale, mask=None)
-        spans = np.tile([0, length], (num_rows, 1))
-        step = self._steps[key] = DecodeAttention(query, private, spans, scale=scale)
-        return step.run(query, keys, values, [])
+
+        return attend
+
+
+class PerRowPath(PerRowBackend):
+    """The plain path as a decode step has it: within the compiled pass where there is one."""
+
+    def planned(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
+    ) -> Attend:
+        """Gives a pass over the prefix alone; what rows have of their own comes on top."""
+        nothing = PrivateTokens(
+            (keys, values), np.zeros((len(query), 1), dtype=np.int64), 0, lambda: (keys, values)
+        )
+        if unsupported_reasons(query, nothing):
+            return super().planned(query, keys, values, scale=scale, softcap=softcap)
+        spans = np.zeros((len(query), 2), dtype=np.int64)
+        lengths = [keys.shape[1]]
+        step = DecodeAttention(query, nothing, spans, scale=scale, num_segment_tokens=lengths)
+
+        def attend(query: Tensor, keys: Tensor, values: Tensor) -> Any:
+            return step.run(query, keys, values, [], segments=[Segment(keys, values, None)])
+
+        return attend
 
 
 def merging(state: AttentionState) -> tuple[Run, Run]:

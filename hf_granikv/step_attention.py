@@ -1,19 +1,22 @@
 """Attention of one layer in one forward pass: prefixes once per group, suffix per row, merged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_granikv.backends.per_row import attend_each_row
 from hf_granikv.journal import GroupNote
-from hf_granikv.kernels.decode_attention import GroupStates
+from hf_granikv.kernels.decode_attention import GroupStates, Segment
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import suffix_attention
-from hf_granikv.step_work import PartWork, ScoreRule, StepWork, prepare
+from hf_granikv.step_work import PartWork, ScoreRule, StepWork, common_keys, prepare
 from hf_granikv.views import AttentionState, LayerStep, PrefixPart
+
+Result = TypeVar("Result")
 
 
 def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
@@ -59,12 +62,22 @@ def _decoded(query: Tensor, step: LayerStep, work: StepWork, rule: ScoreRule) ->
     """Attends in the backends to the prefixes, and in one compiled pass to all the rest."""
     assert work.decode is not None
     assert step.private.storages is not None
-    states = []
+    states, segments = [], []
     for part_work in work.in_order:
-        of_rows = query if part_work.rows is None else query[part_work.rows]
-        for state in _of_part(of_rows, step.parts[part_work.part_idx], part_work, rule):
-            states.append(GroupStates(*state, part_work.row_map))
-    return work.decode.run(query, *step.private.storages, states, sinks=rule.sinks)
+        part = step.parts[part_work.part_idx]
+        if part_work.in_pass:
+            tokens = common_keys(part, part_work.view)
+            segments.append(Segment(*tokens, part_work.row_map))
+        if part_work.attend is not None or part_work.fringe_mask is not None:
+            of_rows = query if part_work.rows is None else query[part_work.rows]
+            for state in _of_part(of_rows, part, part_work, rule):
+                states.append(GroupStates(*state, part_work.row_map))
+    storages = step.private.storages
+    run = partial(work.decode.run, states=states, segments=segments, sinks=rule.sinks)
+    due = [w.note for w in work.in_order if w.in_pass and w.note is not None and w.note.is_due]
+    if due:
+        return _timed(partial(run, query, *storages), due, query)
+    return run(query, *storages)
 
 
 def _of_level(
@@ -96,35 +109,35 @@ def _of_part(
     query: Tensor, part: PrefixPart, work: PartWork, rule: ScoreRule
 ) -> list[AttentionState]:
     """Attends to one prefix; stacked states by kv head (`PrefixBackend.pieces`)."""
-    states, keys, values = [], part.keys, part.values
-    if (view := work.view) is not None:
-        start, common = part.start, view.common_start - part.start
-        if work.fringe_mask is not None:
-            fringe = slice(view.fringe_start - start, common)
-            seen = partial(attend_each_row, query, keys[:, fringe], values[:, fringe])
-            states.append(seen(scale=rule.scale, softcap=rule.softcap, mask=work.fringe_mask))
-        keys, values = keys[:, common:], values[:, common:]
+    states = []
+    keys, values = common_keys(part, view := work.view)
+    if view is not None and work.fringe_mask is not None:
+        fringe = slice(view.fringe_start - part.start, view.common_start - part.start)
+        seen = partial(attend_each_row, query, part.keys[:, fringe], part.values[:, fringe])
+        states.append(seen(scale=rule.scale, softcap=rule.softcap, mask=work.fringe_mask))
     if (attend := work.attend) is not None:
         if (note := work.note) is not None and note.is_due:
-            states.append(_timed(partial(attend, query, keys, values), note, query))
+            states.append(_timed(partial(attend, query, keys, values), [note], query))
         else:
             states.append(attend(query, keys, values))
     return states
 
 
-def _timed(run: Callable[[], AttentionState], note: GroupNote, query: Tensor) -> AttentionState:
+def _timed(run: Callable[[], Result], notes: Sequence[GroupNote], query: Tensor) -> Result:
     if query.is_cpu:
         start = perf_counter()
-        state = run()
+        result = run()
         seconds = perf_counter() - start
-        note.took(lambda: seconds)
-        return state
+        for note in notes:
+            note.took(lambda: seconds)
+        return result
     before, after = (torch.Event(query.device, enable_timing=True) for _ in range(2))
     before.record()
-    state = run()
+    result = run()
     after.record()
-    note.took(partial(_between_s, before, after))
-    return state
+    for note in notes:
+        note.took(partial(_between_s, before, after))
+    return result
 
 
 def _between_s(before: torch.Event, after: torch.Event) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend
+from hf_granikv.backends.per_row import PerRowBackend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
@@ -37,12 +38,24 @@ class ScoreRule:
 
 @dataclass(frozen=True, slots=True)
 class PartWork:
-    """What attention works out of one part of the prefixes."""
+    """What attention works out of one part of the prefixes.
+
+    Attributes:
+        part_idx: The part.
+        rows: Index of the rows that read it; None for all.
+        row_map: `[num_rows]` which of those each row is, -1 for none; None for all.
+        attend: What attends to it in a backend; None where `in_pass`, or where it is out of sight.
+        in_pass: Whether rows read it as if it was their own, in the compiled pass of a decode step.
+        view: What local layers see of it.
+        fringe_mask: What only some rows see of its first tokens.
+        note: Its entry in the journal.
+    """
 
     part_idx: int
     rows: slice | Tensor | None
     row_map: NDArray[np.int64] | None
     attend: Attend | None
+    in_pass: bool
     view: PrefixView | None
     fringe_mask: SuffixMask | None
     note: GroupNote | None
@@ -74,22 +87,33 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
     if query.shape[2] != step.plan.q_len:
         step = replace(step, plan=step.plan.of_last_queries(query.shape[2]))
     plan, window = step.plan, step.window
-    levels: dict[int, list[PartWork]] = {}
-    for part_idx, part in enumerate(step.parts):
-        work = _prepare_part(query, step, part_idx, rule)
-        if work.attend is not None or work.fringe_mask is not None:
-            levels.setdefault(part.group.depth, []).append(work)
     mask, start = plan.suffix_mask, 0
     if window is not None:
         own = suffix_view(plan, window, step.private.max_length)
         mask, start = own.mask, own.start
-    decode = _decode_attention(query, step, mask, start, rule) if query.shape[2] == 1 else None
+    spans = _decode_spans(query, step, mask, start, rule) if query.shape[2] == 1 else None
+    parts = [
+        _prepare_part(query, step, part_idx, rule, has_pass=spans is not None)
+        for part_idx in range(len(step.parts))
+    ]
+    levels: dict[int, list[PartWork]] = {}
+    for part, work in zip(step.parts, parts, strict=True):
+        if work.attend is not None or work.in_pass or work.fringe_mask is not None:
+            levels.setdefault(part.group.depth, []).append(work)
+    decode = None
+    if spans is not None:
+        in_pass = [common_keys(step.parts[w.part_idx], w.view) for w in parts if w.in_pass]
+        lengths = [keys.shape[1] for keys, _ in in_pass]
+        decode = DecodeAttention(
+            query, step.private, spans, scale=rule.scale, num_segment_tokens=lengths
+        )
     return StepWork(list(levels.values()), start, _ready(mask, query), decode)
 
 
-def _decode_attention(
+def _decode_spans(
     query: Tensor, step: LayerStep, mask: Tensor | None, start: int, rule: ScoreRule
-) -> DecodeAttention | None:
+) -> NDArray[np.int64] | None:
+    """What each row sees of its own tokens, for the compiled pass; None where it cannot serve."""
     private = step.private
     reasons = unsupported_reasons(query, private)
     if rule.softcap is not None:
@@ -98,9 +122,15 @@ def _decode_attention(
     if not reasons and spans is None:
         reasons = ["rows see private tokens that do not follow each other"]
     step.plan.journal.note_decode(reasons)
-    if spans is None:
-        return None
-    return DecodeAttention(query, private, spans, scale=rule.scale)
+    return spans
+
+
+def common_keys(part: PrefixPart, view: PrefixView | None) -> tuple[Tensor, Tensor]:
+    """Keys and values that all rows of a part see."""
+    num_before = 0 if view is None else view.common_start - part.start
+    if not num_before:
+        return part.keys, part.values
+    return part.keys[:, num_before:], part.values[:, num_before:]
 
 
 def _spans(mask: Tensor | None, start: int, width: int, num_rows: int) -> NDArray[np.int64] | None:
@@ -127,8 +157,11 @@ def _spans(mask: Tensor | None, start: int, width: int, num_rows: int) -> NDArra
     return spans
 
 
-def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule) -> PartWork:
+def _prepare_part(
+    query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule, *, has_pass: bool
+) -> PartWork:
     part, plan, view, attend, note = step.parts[part_idx], step.plan, None, None, None
+    in_pass = False
     group, common_start = part.group, part.start
     if step.window is not None:
         view = prefix_view(part, plan, step.window)
@@ -139,16 +172,18 @@ def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule
         shape = _group_shape(query, part, num_rows, group.stop - common_start, rule)
         decision = _dispatcher(plan.dispatch).choose(shape, str(query.device))
         plan.journal.reckoning = decision.origin
+        backend, tensors = BACKENDS[decision.backend_name], common_keys(part, view)
+        in_pass = has_pass and isinstance(backend, PerRowBackend)
         note = _notes(step).add(
             decision.backend_name,
             (part_idx, shape),
-            partial(_described, shape, decision),
+            partial(_described, shape, decision, in_pass=in_pass),
             is_timed=query.is_cpu or plan.journal.times_accelerators,
         )
-        planned = BACKENDS[decision.backend_name].planned
-        keys, values = (t[:, common_start - part.start :] for t in (part.keys, part.values))
-        of_rows = query if rows is None else query[rows]
-        attend = planned(of_rows, keys, values, scale=rule.scale, softcap=rule.softcap)
+        if not in_pass:
+            of_rows = query if rows is None else query[rows]
+            planned = partial(backend.planned, scale=rule.scale, softcap=rule.softcap)
+            attend = planned(of_rows, *tensors)
     fringe_mask = None if view is None else _ready(view.fringe_mask, query)
     if view is not None and fringe_mask is not None:
         num_tokens = common_start - view.fringe_start
@@ -160,7 +195,7 @@ def _prepare_part(query: Tensor, step: LayerStep, part_idx: int, rule: ScoreRule
     if group.rows is not None:
         row_map = np.full(plan.num_rows, -1, dtype=np.int64)
         row_map[group.rows] = np.arange(num_rows)
-    return PartWork(part_idx, rows, row_map, attend, view, fringe_mask, note)
+    return PartWork(part_idx, rows, row_map, attend, in_pass, view, fringe_mask, note)
 
 
 def _index(rows: NDArray[np.int64] | None, device: torch.device) -> slice | Tensor | None:
@@ -209,12 +244,13 @@ def _dispatcher(choice: str) -> Dispatcher:
     return Dispatcher(choice, backends=BACKENDS)
 
 
-def _described(shape: GroupShape, decision: Decision) -> str:
+def _described(shape: GroupShape, decision: Decision, *, in_pass: bool) -> str:
     predicted = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in decision.predicted_s.items())
     refused = "".join(
         f"; {name} refused: {', '.join(why)}" for name, why in decision.refused.items()
     )
-    return f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}"
+    beside = ", in one pass with the rows' own tokens" if in_pass else ""
+    return f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}{beside}"
 
 
 def _sized(shape: GroupShape) -> str:

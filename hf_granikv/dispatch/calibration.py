@@ -42,8 +42,10 @@ _SHARE_OF_OPS = 0.15
 class Runnable(Candidate, Protocol):
     """What calibration asks of a backend."""
 
-    def pieces(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> object:
-        """Attends to the prefix."""
+    def planned(
+        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
+    ) -> Callable[[Tensor, Tensor, Tensor], object]:
+        """Gives what attends to a prefix in each layer of a step, from those of the first."""
 
 
 Run = Callable[[], object]
@@ -173,8 +175,11 @@ def _backend_costs(
         query = query.to(device, dtype).transpose(1, 2)
         able = {n: b for n, b in backends.items() if not b.unsupported_reasons(shape)}
         prefix = (2, shape.num_kv_heads, shape.prefix_len, shape.head_dim)
-        turns, scale = cycle(places(store, prefix)), shape.head_dim**-0.5
-        runs = [partial(_attend, b, query, turns, scale) for b in able.values()]
+        of_layers = places(store, prefix)
+        plan = {"scale": shape.head_dim**-0.5, "softcap": None}
+        paths = [backend.planned(query, *of_layers[0], **plan) for backend in able.values()]
+        turns = cycle(of_layers)
+        runs = [partial(_attend, path, query, turns) for path in paths]
         seconds = watch.medians_s(runs, budget_s / len(asked))
         for (name, backend), taken in zip(able.items(), seconds, strict=True):
             timings[name].append((backend.work(shape), taken))
@@ -197,10 +202,12 @@ def places(store: Tensor, size: Sequence[int]) -> list[tuple[Tensor, ...]]:
 
 
 def _attend(
-    backend: Runnable, query: Tensor, turns: Iterator[tuple[Tensor, ...]], scale: float
+    path: Callable[[Tensor, Tensor, Tensor], object],
+    query: Tensor,
+    turns: Iterator[tuple[Tensor, ...]],
 ) -> None:
     keys, values = next(turns)
-    backend.pieces(query, keys, values, scale=scale)
+    path(query, keys, values)
 
 
 def _within(asked: Sequence[GroupShape], budget_s: float, what: str) -> Iterator[GroupShape]:

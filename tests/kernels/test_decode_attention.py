@@ -7,7 +7,12 @@ from oracle import assert_close, reference
 from torch import Tensor
 
 from hf_granikv.kernels import compiled
-from hf_granikv.kernels.decode_attention import DecodeAttention, GroupStates, unsupported_reasons
+from hf_granikv.kernels.decode_attention import (
+    DecodeAttention,
+    GroupStates,
+    Segment,
+    unsupported_reasons,
+)
 from hf_granikv.kernels.decode_attention.reference import decode_attention
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.views import PrivateTokens
@@ -60,13 +65,31 @@ class Rows:
         out, lse = map(torch.stack, zip(*states, strict=True))
         return GroupStates(out, lse, None if len(rows) == len(self.lengths) else row_map)
 
+    def add_segment(self, rows, num_tokens) -> Segment:
+        """A prefix that these rows read each by itself, a view of something larger."""
+        keys, values = (
+            self.draw(self.kv, num_tokens + 7, storage.shape[2])[:, 3:-4]
+            for storage in self.storages
+        )
+        rows = np.array(rows)
+        self.prefixes.append((rows, keys, values))
+        row_map = np.full(len(self.lengths), -1)
+        row_map[rows] = np.arange(len(rows))
+        return Segment(keys, values, None if len(rows) == len(self.lengths) else row_map)
+
     def private(self) -> PrivateTokens:
         return PrivateTokens(self.storages, self.slots, max(self.lengths), lambda: self.storages)
 
-    def attend(self, *states: GroupStates, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, *states: GroupStates, segments=(), sinks: Tensor | None = None) -> Tensor:
         assert unsupported_reasons(self.query, self.private()) == []
-        attention = DecodeAttention(self.query, self.private(), self.spans, scale=0.1)
-        return attention.run(self.query, *self.storages, states, sinks=sinks)
+        lengths = [segment.keys.shape[1] for segment in segments]
+        attention = DecodeAttention(
+            self.query, self.private(), self.spans, scale=0.1, num_segment_tokens=lengths
+        )
+        kwargs = {"segments": segments, "sinks": sinks}
+        # the first layer has other keys
+        attention.run(self.query, *(t.flip(1) for t in self.storages), states, **kwargs)
+        return attention.run(self.query, *self.storages, states, **kwargs)
 
     def check(self, out: Tensor, row: int, sinks: Tensor | None = None) -> None:
         start, stop = self.spans[row]
@@ -120,6 +143,22 @@ def test_each_row_merges_the_prefixes_that_it_reads(dtype):
     ]
 
     out = rows.attend(*states)
+
+    for row in range(5):
+        rows.check(out, row)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("kv", "gqa", "dim", "value_dim"), [(2, 3, 64, None), (1, 4, 80, None), (2, 2, 48, 20)]
+)
+def test_tokens_of_segments_are_seen_as_ones_own(dtype, kv, gqa, dim, value_dim):
+    rows = Rows(dtype, kv=kv, gqa=gqa, dim=dim, value_dim=value_dim)
+    states = [] if value_dim else [rows.add_prefix([1, 4], 40)]
+    segments = [rows.add_segment([0, 1, 2, 3, 4], 35), rows.add_segment([3, 0], 100)]
+    segments.append(rows.add_segment([2], 1))
+
+    out = rows.attend(*states, segments=segments)
 
     for row in range(5):
         rows.check(out, row)
@@ -196,9 +235,11 @@ def test_agrees_with_its_reference(dtype):
     sinks = torch.linspace(-3, 4, 6)
     states = [rows.add_prefix([0, 1, 2, 3, 4], 70), rows.add_prefix([1, 4], 30, num_pieces=2)]
 
-    out = rows.attend(*states, sinks=sinks)
+    segments = [rows.add_segment([0, 3, 4], 20)]
 
-    kwargs = {"scale": 0.1, "sinks": sinks}
+    out = rows.attend(*states, segments=segments, sinks=sinks)
+
+    kwargs = {"scale": 0.1, "segments": segments, "sinks": sinks}
     want = decode_attention(rows.query, rows.storages, rows.slots, rows.spans, states, **kwargs)
     torch.testing.assert_close(out, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
 

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.kernels import compiled
-from hf_granikv.kernels.decode_attention.states import GroupStates
+from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
 from hf_granikv.views import PrivateTokens
 
 _MODULE = "hf_granikv.kernels.decode_attention._numba"
 _DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
 
 
-__all__ = ["DecodeAttention", "GroupStates", "unsupported_reasons"]
+__all__ = ["DecodeAttention", "GroupStates", "Segment", "unsupported_reasons"]
 
 
 def unsupported_reasons(query: Tensor, private: PrivateTokens) -> list[str]:
@@ -49,10 +49,17 @@ class DecodeAttention:
         private: Own tokens in that layer.
         spans: `[num_rows, 2]` the own tokens that each row sees: from the first, up to the second.
         scale: Factor on the scores.
+        num_segment_tokens: Tokens of each segment that `run` will be given.
     """
 
     def __init__(
-        self, query: Tensor, private: PrivateTokens, spans: NDArray[np.int64], *, scale: float
+        self,
+        query: Tensor,
+        private: PrivateTokens,
+        spans: NDArray[np.int64],
+        *,
+        scale: float,
+        num_segment_tokens: Sequence[int] = (),
     ) -> None:
         assert private.storages is not None, "unsupported_reasons says so"
         assert private.slots is not None
@@ -70,10 +77,15 @@ class DecodeAttention:
         self._states: list[GroupStates] = []
         ratio, lanes = num_q_heads // num_kv_heads, kernel.LANES
         # whole vectors
-        key_width, value_width, longest, totals = (
+        key_width, value_width, longest, totals, *of_segments = (
             -(-size // lanes) * lanes
-            for size in (key_dim, value_dim, int(np.diff(spans).max(initial=0)), ratio)
+            for size in (
+                *(key_dim, value_dim, int(np.diff(spans).max(initial=0)), ratio),
+                *num_segment_tokens,
+            )
         )
+        longest += sum(of_segments)
+        self._tokens = np.arange(max(num_segment_tokens, default=0))
         # queries; keys and values of as many tokens, and their products; scores, sums, totals
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
         parts += [ratio * longest, ratio * value_width, totals]
@@ -96,6 +108,7 @@ class DecodeAttention:
         values: Tensor,
         states: Sequence[GroupStates],
         *,
+        segments: Sequence[Segment] = (),
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends in one layer, in float32.
@@ -106,6 +119,7 @@ class DecodeAttention:
                 never copied.
             values: `[num_kv_heads, num_slots, value_dim]`, likewise.
             states: Parts with other keys, that some or all rows see.
+            segments: Tokens that some or all rows see as if they were their own; never copied.
             sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
 
         Returns:
@@ -120,12 +134,23 @@ class DecodeAttention:
         of_layer = [
             *(query.data_ptr(), *query.stride()[:2]),
             *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
-            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
+            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr(), len(segments)),
         ]
+        of_segments = array("q")
+        for segment in segments:
+            of_segments.extend(self._numbers_of(segment))
+        of_layer.append(of_segments.buffer_info()[0])
         self._numbers[self._of_layer] = array("q", of_layer)
         self._take(states)
         compiled.run(self._task, self._numbers, self._threads)
         return out
+
+    def _numbers_of(self, segment: Segment) -> list[int]:
+        keys, values, rows = segment
+        return [
+            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
+            *(self._tokens.ctypes.data, keys.shape[1], 0 if rows is None else rows.ctypes.data),
+        ]
 
     def _take(self, states: Sequence[GroupStates]) -> None:
         """Writes down where the states are, if that is not where the last ones were."""

@@ -14,7 +14,6 @@ from hf_granikv.kernels._numba_types import (
     float32_at,
     int64_at,
     pointer_like,
-    uint16_at,
 )
 from hf_granikv.kernels._numba_types import larger as larger_of
 from hf_granikv.kernels._numba_vectors import (
@@ -32,6 +31,7 @@ from hf_granikv.kernels._numba_vectors import (
     sums_of_rows,
 )
 from hf_granikv.kernels.compiled import THREAD_NUM, register_symbols
+from hf_granikv.kernels.decode_attention._numba_states import add_states, peak_of_states
 
 register_symbols()
 _thread_num = ExternalFunction(THREAD_NUM, types.int32())
@@ -51,12 +51,13 @@ SPANS, SCALE, KEY_WIDTH, VALUE_WIDTH, SCORES_ROW, SCRATCH, SCRATCH_SIZE = range(
 AT_KEYS, AT_VALUES, AT_PRODUCTS, AT_SCORES, AT_SUMS, AT_TOTALS = range(15, 21)
 QUERY, QUERY_ROW, QUERY_HEAD = range(21, 24)
 KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(24, 30)
-OUT, SINKS, NUM_STATES = range(30, 33)
-NUM_ARGUMENTS = 33
-# of each state, after those
-NUM_PIECES, STATE_OUT, STATE_PIECE, STATE_ROW, STATE_HEAD, STATE_QUERY = range(6)
-STATE_LSE, LSE_PIECE, LSE_ROW, LSE_HEAD, LSE_QUERY, STATE_IS_FLOAT, STATE_ROWS = range(6, 13)
-NUM_STATE_ARGUMENTS = 13
+OUT, SINKS, NUM_SEGMENTS, SEGMENTS, NUM_STATES = range(30, 35)
+NUM_ARGUMENTS = 35
+# of each segment; the slots are 0, 1, 2, ...
+SEGMENT_KEYS, SEGMENT_KEYS_HEAD, SEGMENT_KEYS_TOKEN = range(3)
+SEGMENT_VALUES, SEGMENT_VALUES_HEAD, SEGMENT_VALUES_TOKEN = range(3, 6)
+SEGMENT_SLOTS, SEGMENT_LENGTH, SEGMENT_ROWS = range(6, 9)
+NUM_SEGMENT_ARGUMENTS = 9
 # a bound for the compiler alone
 MAX_ARGUMENTS = 1 << 20
 
@@ -135,60 +136,13 @@ def _weigh(scores, num_bytes, peak):  # type: ignore[no-untyped-def]
 
 
 @njit(**_OPTIONS)
-def _add_one(out, value, weight):  # type: ignore[no-untyped-def]
-    for e in range(out.shape[0]):
-        out[e] += weight * as_float(value[e])
-
-
-@njit(**_OPTIONS)
-def _row_of_state(args, state, row):  # type: ignore[no-untyped-def]
-    if state[STATE_ROWS] == 0:
-        return row
-    return carray(int64_at(state[STATE_ROWS]), (args[ROWS],))[row]
-
-
-@njit(**_OPTIONS)
-def _lse(state, piece, row, head, i):  # type: ignore[no-untyped-def]
-    at = piece * state[LSE_PIECE] + row * state[LSE_ROW]
-    at += head * state[LSE_HEAD] + i * state[LSE_QUERY]
-    return carray(float32_at(state[STATE_LSE] + 4 * at), (1,))[0]
-
-
-@njit(**_OPTIONS)
 def _peak(args, row, head, i, scores, num_bytes):  # type: ignore[no-untyped-def]
     """The largest score or log-sum-exp that one query meets."""
     highest = full(_F(-np.inf))
     for at in range(scores, scores + num_bytes, 64):
         highest = larger(highest, load(at))
-    peak = largest_of(highest)
-    for number in range(args[NUM_STATES]):
-        state = args[NUM_ARGUMENTS + number * NUM_STATE_ARGUMENTS :]
-        at = _row_of_state(args, state, row)
-        if at >= 0:
-            for piece in range(state[NUM_PIECES]):
-                peak = larger_of(peak, _lse(state, piece, at, head, i))
-    return peak
-
-
-@njit(**_OPTIONS)
-def _merge(args, row, head, i, out, peak, total):  # type: ignore[no-untyped-def]
-    """Adds the states of the prefixes to one query's sum; gives the new total."""
-    value_dim = args[VALUE_DIM]
-    for number in range(args[NUM_STATES]):
-        state = args[NUM_ARGUMENTS + number * NUM_STATE_ARGUMENTS :]
-        at = _row_of_state(args, state, row)
-        for piece in range(state[NUM_PIECES] if at >= 0 else 0):
-            weight = exp_of_negative(_lse(state, piece, at, head, i) - peak)
-            out_at = piece * state[STATE_PIECE] + at * state[STATE_ROW]
-            out_at += head * state[STATE_HEAD] + i * state[STATE_QUERY]
-            if state[STATE_IS_FLOAT] != 0:
-                wide = carray(float32_at(state[STATE_OUT] + 4 * out_at), (value_dim,))
-                _add_one(out, wide, weight)
-            else:
-                narrow = carray(uint16_at(state[STATE_OUT] + 2 * out_at), (value_dim,))
-                _add_one(out, narrow, weight)
-            total += weight
-    return total
+    peak, states = largest_of(highest), args[NUM_ARGUMENTS:]
+    return peak_of_states(states, args[NUM_STATES], row, head, i, peak)
 
 
 @njit(**_OPTIONS)
@@ -209,7 +163,8 @@ def _finish(args, row, head, i, scores, num_bytes, out):  # type: ignore[no-unty
             store(at, full(_F(0)))
         return _F(0)
     total = _weigh(scores, num_bytes, peak)
-    total = _merge(args, row, head, i, out, peak, total)
+    states, num_states = args[NUM_ARGUMENTS:], args[NUM_STATES]
+    total = add_states(states, num_states, row, head, i, out[: args[VALUE_DIM]], peak, total)
     if args[SINKS] != 0:
         total += exp_of_negative(sink - peak)
     return total
@@ -229,36 +184,74 @@ def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-
 
 
 @njit(**_OPTIONS)
+def _score_all(args, keys, stride, slots, scores, area, like):  # type: ignore[no-untyped-def]
+    """Scores of the tokens in some slots; gives where those of others go."""
+    wide, products, width = area + args[AT_KEYS], area + args[AT_PRODUCTS], args[KEY_WIDTH]
+    for j in range(0, len(slots), LANES):
+        some = slots[j : j + LANES]
+        ahead = slots[j + AHEAD : j + AHEAD + LANES]
+        _prefetch(keys, stride, ahead, like.itemsize * args[KEY_DIM])
+        _widen(keys, stride, some, args[KEY_DIM], wide, width, like)
+        _score(area, args[RATIO], wide, len(some), width, products, scores, args[SCORES_ROW])
+        scores += 4 * LANES
+    return scores
+
+
+@njit(**_OPTIONS)
+def _add_all(args, values, stride, slots, weights, area, like):  # type: ignore[no-untyped-def]
+    """Adds the weighted values in some slots; gives where the weights of others are."""
+    wide, sums, width = area + args[AT_VALUES], area + args[AT_SUMS], args[VALUE_WIDTH]
+    _prefetch(values, stride, slots[:AHEAD], like.itemsize * args[VALUE_DIM])
+    for j in range(0, len(slots), LANES):
+        some = slots[j : j + LANES]
+        ahead = slots[j + AHEAD : j + AHEAD + LANES]
+        _prefetch(values, stride, ahead, like.itemsize * args[VALUE_DIM])
+        _widen(values, stride, some, args[VALUE_DIM], wide, width, like)
+        _add(sums, args[RATIO], wide, len(some), width, weights, args[SCORES_ROW])
+        weights += 4 * LANES
+    return weights
+
+
+@njit(**_OPTIONS)
+def _segment(args, number, row):  # type: ignore[no-untyped-def]
+    """A segment, and the slots of its tokens: none where the row does not read it."""
+    at = args[SEGMENTS] + 8 * NUM_SEGMENT_ARGUMENTS * number
+    segment = carray(int64_at(at), (NUM_SEGMENT_ARGUMENTS,))
+    slots = carray(int64_at(segment[SEGMENT_SLOTS]), (segment[SEGMENT_LENGTH],))
+    rows = segment[SEGMENT_ROWS]
+    if rows != 0 and carray(int64_at(rows), (args[ROWS],))[row] < 0:
+        slots = slots[:0]
+    return segment, slots
+
+
+@njit(**_OPTIONS)
 def _attend_unit(args, row, head, area, like):  # type: ignore[no-untyped-def]
     """Attends from the queries of one row and head."""
     ratio, size, dim = args[RATIO], like.itemsize, args[VALUE_DIM]
-    scores, products = area + args[AT_SCORES], area + args[AT_PRODUCTS]
-    wide_keys, wide_values = area + args[AT_KEYS], area + args[AT_VALUES]
-    sums = area + args[AT_SUMS]
-    key_width, value_width = args[KEY_WIDTH], args[VALUE_WIDTH]
-    key_slot, value_slot = size * args[KEYS_SLOT], size * args[VALUES_SLOT]
-    keys = args[KEYS] + size * head * args[KEYS_HEAD]
-    values = args[VALUES] + size * head * args[VALUES_HEAD]
+    scores, sums, value_width = area + args[AT_SCORES], area + args[AT_SUMS], args[VALUE_WIDTH]
     table = carray(int64_at(args[SLOTS] + 8 * row * args[SLOTS_ROW]), (args[SLOTS_ROW],))
     span = carray(int64_at(args[SPANS] + 16 * row), (2,))
-    slots, row_bytes = table[span[0] : span[1]], args[SCORES_ROW]
-    num_bytes = (len(slots) + LANES - 1) // LANES * 64
-    _take_queries(args, row, head, area, key_width, like)
-    for j in range(0, len(slots), LANES):
-        some = slots[j : j + LANES]
-        _prefetch(keys, key_slot, slots[j + AHEAD : j + AHEAD + LANES], size * args[KEY_DIM])
-        _widen(keys, key_slot, some, args[KEY_DIM], wide_keys, key_width, like)
-        _score(area, ratio, wide_keys, len(some), key_width, products, scores + 4 * j, row_bytes)
-    _prefetch(values, value_slot, slots[:AHEAD], size * dim)
+    slots = table[span[0] : span[1]]
+    _take_queries(args, row, head, area, args[KEY_WIDTH], like)
+    keys = args[KEYS] + size * head * args[KEYS_HEAD]
+    end = _score_all(args, keys, size * args[KEYS_SLOT], slots, scores, area, like)
+    for number in range(args[NUM_SEGMENTS]):
+        segment, tokens = _segment(args, number, row)
+        keys = segment[SEGMENT_KEYS] + size * head * segment[SEGMENT_KEYS_HEAD]
+        stride = size * segment[SEGMENT_KEYS_TOKEN]
+        end = _score_all(args, keys, stride, tokens, end, area, like)
     totals = carray(float32_at(area + args[AT_TOTALS]), (ratio,))
     for i in range(ratio):
         out = carray(float32_at(sums + 4 * value_width * i), (value_width,))
-        totals[i] = _finish(args, row, head, i, scores + row_bytes * i, num_bytes, out)
-    for j in range(0, len(slots), LANES):
-        some = slots[j : j + LANES]
-        _prefetch(values, value_slot, slots[j + AHEAD : j + AHEAD + LANES], size * dim)
-        _widen(values, value_slot, some, dim, wide_values, value_width, like)
-        _add(sums, ratio, wide_values, len(some), value_width, scores + 4 * j, row_bytes)
+        its_scores = scores + args[SCORES_ROW] * i
+        totals[i] = _finish(args, row, head, i, its_scores, end - scores, out)
+    values = args[VALUES] + size * head * args[VALUES_HEAD]
+    end = _add_all(args, values, size * args[VALUES_SLOT], slots, scores, area, like)
+    for number in range(args[NUM_SEGMENTS]):
+        segment, tokens = _segment(args, number, row)
+        values = segment[SEGMENT_VALUES] + size * head * segment[SEGMENT_VALUES_HEAD]
+        stride = size * segment[SEGMENT_VALUES_TOKEN]
+        end = _add_all(args, values, stride, tokens, end, area, like)
     address = args[OUT] + size * (row * args[HEADS] + head) * ratio * dim
     out = carray(pointer_like(address, like), (ratio, dim))
     for i in range(ratio):

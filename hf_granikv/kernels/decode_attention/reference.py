@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_granikv.kernels.decode_attention.states import GroupStates
+from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
 from hf_granikv.kernels.merge_states import merge_states
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.views import AttentionState
@@ -20,6 +20,7 @@ def decode_attention(
     spans: NDArray[np.int64],
     states: Sequence[GroupStates],
     *,
+    segments: Sequence[Segment] = (),
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -31,6 +32,7 @@ def decode_attention(
         slots: `[num_rows, width]` which slot holds the j-th token of each row.
         spans: `[num_rows, 2]` the own tokens that each row sees: from the first, up to the second.
         states: Parts with other keys, that some or all rows see.
+        segments: Tokens that some or all rows see as if they were their own.
         scale: Factor on the scores.
         sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
 
@@ -41,7 +43,9 @@ def decode_attention(
     num_kv_heads, outs = storages[0].shape[0], []
     for row, (start, stop) in enumerate(spans):
         its_slots = torch.from_numpy(slots[row, start:stop].copy())
-        keys, values = (t[None, :, its_slots] for t in storages)
+        seen = [tuple(t[:, its_slots] for t in storages)]
+        seen += [(s.keys, s.values) for s in segments if s.rows is None or s.rows[row] >= 0]
+        keys, values = (torch.cat(side, 1)[None] for side in zip(*seen, strict=True))
         own = suffix_attention(query[row : row + 1], keys, values, scale=scale, mask=None)
         parts = [own.by_kv_head(num_kv_heads)]
         for state in states:

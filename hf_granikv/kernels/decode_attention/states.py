@@ -1,4 +1,4 @@
-"""What prefixes give to a decode step."""
+"""What prefixes bring to a decode step."""
 
 from typing import NamedTuple
 
@@ -19,4 +19,19 @@ class GroupStates(NamedTuple):
 
     out: Tensor
     lse: Tensor
+    rows: NDArray[np.int64] | None
+
+
+class Segment(NamedTuple):
+    """Tokens that several rows read, each by itself.
+
+    Attributes:
+        keys: `[num_kv_heads, num_tokens, head_dim]` in the dtype of the query, any strides but over
+            the last dimension.
+        values: `[num_kv_heads, num_tokens, value_dim]`, likewise.
+        rows: `[num_rows]` negative for rows that do not read them; None: all do.
+    """
+
+    keys: Tensor
+    values: Tensor
     rows: NDArray[np.int64] | None
