@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend, private_work
 from hf_granikv.backends.per_row import PerRowBackend
-from hf_granikv.dispatch.calibration import Run, calibrate, measured_link
+from hf_granikv.dispatch.calibration import LayerRun, Run, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
 from hf_granikv.dispatch.roofline import PRIVATE, Work
@@ -81,6 +80,7 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
             device,
             backends={**BACKENDS, PerRowPath.name: PerRowPath(), PRIVATE: PrivatePath()},
             merging=merging,
+            anyway={PerRowPath.name: pass_alone},
             budget_s=budget_s,
             link_bytes_per_s=link,
         )
@@ -116,7 +116,7 @@ class PrivatePath:
 
     def planned(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
-    ) -> Callable[[Tensor, Tensor, Tensor], object]:
+    ) -> LayerRun:
         """Gives the compiled pass, or torch where there is none."""
         num_rows, length = len(query), keys.shape[1] // len(query)
         slots = np.arange(num_rows * length).reshape(num_rows, length)
@@ -140,20 +140,33 @@ class PerRowPath(PerRowBackend):
     def planned(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
     ) -> Attend:
-        """Gives a pass over the prefix alone; what rows have of their own comes on top."""
-        nothing = PrivateTokens(
-            (keys, values), np.zeros((len(query), 1), dtype=np.int64), 0, lambda: (keys, values)
-        )
-        if unsupported_reasons(query, nothing):
+        """Gives a pass over the prefix, and nothing that is the rows' own."""
+        num_tokens = keys.shape[1]
+        step = _empty_pass(query, keys, values, scale=scale, num_segment_tokens=[num_tokens])
+        if step is None:
             return super().planned(query, keys, values, scale=scale, softcap=softcap)
-        spans = np.zeros((len(query), 2), dtype=np.int64)
-        lengths = [keys.shape[1]]
-        step = DecodeAttention(query, nothing, spans, scale=scale, num_segment_tokens=lengths)
 
         def attend(query: Tensor, keys: Tensor, values: Tensor) -> Any:
             return step.run(query, keys, values, [], segments=[Segment(keys, values, None)])
 
         return attend
+
+
+def pass_alone(query: Tensor, keys: Tensor, values: Tensor) -> LayerRun | None:
+    """Gives the compiled pass without the prefix; None where there is none."""
+    step = _empty_pass(query, keys, values, scale=1.0)
+    return None if step is None else partial(step.run, states=[])
+
+
+def _empty_pass(
+    query: Tensor, keys: Tensor, values: Tensor, **options: Any
+) -> DecodeAttention | None:
+    num_rows = len(query)
+    slots, spans = np.zeros((num_rows, 1), dtype=np.int64), np.zeros((num_rows, 2), dtype=np.int64)
+    nothing = PrivateTokens((keys, values), slots, 0, lambda: (keys, values))
+    if unsupported_reasons(query, nothing):
+        return None
+    return DecodeAttention(query, nothing, spans, **options)
 
 
 def merging(state: AttentionState) -> tuple[Run, Run]:

@@ -62,22 +62,23 @@ def _decoded(query: Tensor, step: LayerStep, work: StepWork, rule: ScoreRule) ->
     """Attends in the backends to the prefixes, and in one compiled pass to all the rest."""
     assert work.decode is not None
     assert step.private.storages is not None
-    states, segments = [], []
+    states, segments, due = [], [], []
     for part_work in work.in_order:
         part = step.parts[part_work.part_idx]
         if part_work.in_pass:
             tokens = common_keys(part, part_work.view)
             segments.append(Segment(*tokens, part_work.row_map))
+            if part_work.note is not None and part_work.note.is_due:
+                due.append(part_work.note)
         if part_work.attend is not None or part_work.fringe_mask is not None:
             of_rows = query if part_work.rows is None else query[part_work.rows]
             for state in _of_part(of_rows, part, part_work, rule):
                 states.append(GroupStates(*state, part_work.row_map))
-    storages = step.private.storages
-    run = partial(work.decode.run, states=states, segments=segments, sinks=rule.sinks)
-    due = [w.note for w in work.in_order if w.in_pass and w.note is not None and w.note.is_due]
+    keys, values = step.private.storages
     if due:
-        return _timed(partial(run, query, *storages), due, query)
-    return run(query, *storages)
+        run = partial(work.decode.run, query, keys, values, states, segments, sinks=rule.sinks)
+        return _timed(run, due, query)
+    return work.decode.run(query, keys, values, states, segments, sinks=rule.sinks)
 
 
 def _of_level(

@@ -1,6 +1,5 @@
 """What attention works out at the first layer of a kind in a forward pass, for all others too."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -63,17 +62,21 @@ class PartWork:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What attention works out at the first layer of a kind and keeps for the others of a step."""
+    """What attention works out at the first layer of a kind and keeps for the others of a step.
+
+    Attributes:
+        levels: The parts of each depth.
+        in_order: All of them, level by level.
+        suffix_start: The first private token that some row sees.
+        mask: What rows see from there on; None = everything.
+        decode: The compiled pass; None where torch does its work.
+    """
 
     levels: list[list[PartWork]]
+    in_order: list[PartWork]
     suffix_start: int
     mask: SuffixMask | None
     decode: DecodeAttention | None
-
-    @property
-    def in_order(self) -> Iterator[PartWork]:
-        """The parts, level by level."""
-        return chain.from_iterable(self.levels)
 
 
 def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
@@ -107,7 +110,8 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
         decode = DecodeAttention(
             query, step.private, spans, scale=rule.scale, num_segment_tokens=lengths
         )
-    return StepWork(list(levels.values()), start, _ready(mask, query), decode)
+    in_order = list(chain.from_iterable(levels.values()))
+    return StepWork(list(levels.values()), in_order, start, _ready(mask, query), decode)
 
 
 def _decode_spans(

@@ -35,8 +35,16 @@ _AT_LEAST = 24
 # keys and values lie apart by turns, so that no cache of the device holds them
 STORE_BYTES = 512 << 20
 _MOST_PLACES = 64
+# what a difference of two times is at least
+_LEAST_S = 1e-6
 # of the minute, what is not spent on backends
 _SHARE_OF_OPS = 0.15
+
+
+# queries, keys and values of a layer
+LayerRun = Callable[[Tensor, Tensor, Tensor], object]
+# gives, of the first layer, what a step would run without the prefix as well; None if nothing
+Anyway = Callable[[Tensor, Tensor, Tensor], LayerRun | None]
 
 
 class Runnable(Candidate, Protocol):
@@ -44,7 +52,7 @@ class Runnable(Candidate, Protocol):
 
     def planned(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
-    ) -> Callable[[Tensor, Tensor, Tensor], object]:
+    ) -> LayerRun:
         """Gives what attends to a prefix in each layer of a step, from those of the first."""
 
 
@@ -58,10 +66,13 @@ class Stopwatch:
 
     Args:
         device: Where they run.
+
+    Attributes:
+        device: Likewise.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         # what the cores' own caches hold, or all of an accelerator's
         num_bytes = threads_of(device) * 8 << 20 or 256 << 20
         self._other = torch.ones(num_bytes // 4, device=device)
@@ -79,11 +90,11 @@ class Stopwatch:
         return [median(taken) for taken in seconds]
 
     def _once(self, run: Run) -> float:
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             start = time.perf_counter()
             run()
             return time.perf_counter() - start
-        before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record()
         run()
         after.record()
@@ -96,6 +107,7 @@ def calibrate(
     *,
     backends: Mapping[str, Runnable],
     merging: Merging,
+    anyway: Mapping[str, Anyway] | None = None,
     budget_s: float = 45.0,
     link_bytes_per_s: float | None = None,
 ) -> Calibration:
@@ -105,6 +117,7 @@ def calibrate(
         device: The device.
         backends: Whose cost is measured, by name.
         merging: What merges a partial result.
+        anyway: For some of them, by name, what is no cost of theirs.
         budget_s: Seconds to spend, about.
         link_bytes_per_s: From `measured_link`, where there are several ranks.
     """
@@ -123,7 +136,7 @@ def calibrate(
         )
         each_s = (1 - _SHARE_OF_OPS) * budget_s / len(DTYPES)
         costs = {
-            dtype_name(dtype): _backend_costs(watch, device, dtype, backends, matmul, each_s)
+            dtype_name(dtype): _backend_costs(watch, dtype, backends, anyway or {}, matmul, each_s)
             for dtype in DTYPES
         }
     constants = replace(constants, costs=costs)
@@ -160,29 +173,33 @@ def _num_products(shape: GroupShape) -> int:
 
 def _backend_costs(
     watch: Stopwatch,
-    device: torch.device,
     dtype: torch.dtype,
     backends: Mapping[str, Runnable],
+    anyway: Mapping[str, Anyway],
     matmul: Mapping[str, RateCurve],
     budget_s: float,
 ) -> dict[str, BackendCost]:
     timings: dict[str, list[tuple[Work, float]]] = {name: [] for name in backends}
     asked = shapes(dtype)
-    store = random_store(dtype, device)
+    store = random_store(dtype, watch.device)
     for shape in _within(asked, budget_s, f"backends in {dtype_name(dtype)}"):
         num_heads = shape.num_kv_heads * shape.gqa_ratio
         query = torch.randn(shape.num_rows, shape.q_len, num_heads, shape.head_dim)
-        query = query.to(device, dtype).transpose(1, 2)
+        query = query.to(watch.device, dtype).transpose(1, 2)
         able = {n: b for n, b in backends.items() if not b.unsupported_reasons(shape)}
         prefix = (2, shape.num_kv_heads, shape.prefix_len, shape.head_dim)
         of_layers = places(store, prefix)
         plan = {"scale": shape.head_dim**-0.5, "softcap": None}
-        paths = [backend.planned(query, *of_layers[0], **plan) for backend in able.values()]
+        paths = {n: b.planned(query, *of_layers[0], **plan) for n, b in able.items()}
+        known = ((n, anyway[n](query, *of_layers[0])) for n in able if n in anyway)
+        others = {n: path for n, path in known if path is not None}
         turns = cycle(of_layers)
-        runs = [partial(_attend, path, query, turns) for path in paths]
+        runs = [partial(_attend, p, query, turns) for p in (*paths.values(), *others.values())]
         seconds = watch.medians_s(runs, budget_s / len(asked))
-        for (name, backend), taken in zip(able.items(), seconds, strict=True):
-            timings[name].append((backend.work(shape), taken))
+        spent = dict(zip(others, seconds[len(paths) :], strict=True))
+        for (name, backend), taken in zip(able.items(), seconds, strict=False):
+            own_s = max(_LEAST_S, taken - spent.get(name, 0.0))
+            timings[name].append((backend.work(shape), own_s))
     peak = matmul[dtype_name(dtype)].peak_flops_per_s
     return {name: fit_backend(timed, peak) for name, timed in timings.items() if timed}
 

@@ -107,8 +107,8 @@ class DecodeAttention:
         keys: Tensor,
         values: Tensor,
         states: Sequence[GroupStates],
-        *,
         segments: Sequence[Segment] = (),
+        *,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends in one layer, in float32.
