@@ -89,6 +89,7 @@ class Journal:
         dense_reads: Per layer, how often its keys or values were put together densely.
         promoted_tokens: Tokens that rows had computed for themselves, and have come to share since.
         once_tokens: Tokens that one row computed for several.
+        merged_levels: How many of what rows share were stored as one with what comes before.
         reckoning: Where the constants of predictions come from.
         times_accelerators: Whether groups are timed where that takes events; on a CPU they are.
         has_warned: Whether it was said that nothing is shared, or that is known to the caller.
@@ -104,6 +105,7 @@ class Journal:
         self._dense_askers: Counter[str] = Counter()
         self.promoted_tokens = 0
         self.once_tokens = 0
+        self.merged_levels = 0
         self._decodes: Counter[str] = Counter()
         self._fused: deque[str] = deque(maxlen=20)
         # by what they say but for the numbers: how often, and the latest
@@ -175,7 +177,8 @@ class Journal:
         if self.promoted_tokens or self.once_tokens:
             report.append(
                 f"shared: {self.promoted_tokens} tokens that rows held each for itself, "
-                f"{self.once_tokens} that one of them computed for several."
+                f"{self.once_tokens} that one of them computed for several; "
+                f"{self.merged_levels} times two levels with the same readers became one."
             )
         report += [
             f"not shared: {self._not_shared_last[kind]} (x{count})"
