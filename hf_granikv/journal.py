@@ -103,6 +103,7 @@ class Journal:
         self.times_accelerators = False
         self.has_warned = False
         self._dense_askers: Counter[str] = Counter()
+        self._unshared_reads: Counter[int] = Counter()
         self.promoted_tokens = 0
         self.once_tokens = 0
         self.merged_levels = 0
@@ -126,8 +127,14 @@ class Journal:
         self._not_shared[kind] += 1
         self._not_shared_last[kind] = reason
 
-    def note_dense(self, layer_idx: int, asked_by: str) -> None:
-        """Counts one dense tensor, logs the first of each layer, warns where all are dense."""
+    def note_dense(self, layer_idx: int, asked_by: str, num_together: int) -> None:
+        """Counts one dense tensor, logs the first of each layer, warns where all are dense.
+
+        Args:
+            layer_idx: The layer.
+            asked_by: Who needs it.
+            num_together: Rows of the largest group; a single row has nobody to share with.
+        """
         if not self.dense_reads[layer_idx]:
             logger.info(
                 "Layer %d: %s needs keys and values in one piece; they are built for every "
@@ -138,8 +145,9 @@ class Journal:
             )
         self.dense_reads[layer_idx] += 1
         self._dense_askers[asked_by] += 1
+        self._unshared_reads[layer_idx] += num_together > 1
         # keys and values of one forward pass may have had a reason of their own
-        if self.dense_reads[layer_idx] > 2 and not self.backend_steps:
+        if self._unshared_reads[layer_idx] > 2 and not self.backend_steps:
             self.warn_unshared(
                 f"each row reads the whole prefix by itself in every layer, since {asked_by} needs "
                 "keys and values in one piece. Load the model with attn_implementation='granikv' "

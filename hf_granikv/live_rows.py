@@ -157,7 +157,9 @@ class LiveRows(RowPlaces):
         """
         state, index = self._place(row)
         if state.num_rows:
-            self.make_room([], self.num_tokens(row))
+            # its states are there twice as well
+            num_beside = 0 if self._budget is None else self._budget.sizes.tokens_per_row
+            self.make_room([], self.num_tokens(row) + num_beside)
             parked = state.park(index)
         else:
             parked = self.lend(row)

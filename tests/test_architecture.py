@@ -118,8 +118,8 @@ ARROWS: dict[str, set[str]] = {
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
     "engine": {
-        *("agent", "announce", "batch_rows", "cache", "level_cuts", "live_levels", "live_rows"),
-        *("pools", "row_budget", "settings", "shared_prefix", "worth"),
+        *("agent", "announce", "batch_rows", "cache", "in_process", "level_cuts", "live_levels"),
+        *("live_rows", "pools", "row_budget", "settings", "shared_prefix", "worth"),
     },
     "shares": {"cache", "level_cuts", "lookup", "pools", "prompts", "shared_prefix", "timing"},
     "generate_runs": {
@@ -141,8 +141,8 @@ ARROWS: dict[str, set[str]] = {
         *("questions", "report", "settings", "shares", "worth"),
     },
     "multi_agent": {
-        *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
-        *("report", "roster"),
+        *("agent", "answering", "engine", "engine_runs", "in_process", "pools", "prompts"),
+        *("questions", "report", "roster"),
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
