@@ -35,7 +35,7 @@ def described(state: CacheState) -> str:
     if len(readings) == 1 and readings[0].rows is None:
         return f"{state.num_rows} rows over a prefix of {readings[0].stop} tokens"
     described = [
-        f"{_counted(state.num_rows if g.rows is None else len(g.rows), 'row', 'rows')} over tokens "
+        f"{_counted(g.num_rows_of(state.num_rows), 'row', 'rows')} over tokens "
         f"{g.start} to {g.stop}"
         for g in readings
     ]

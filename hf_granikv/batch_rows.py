@@ -1,6 +1,6 @@
 """The rows of a batch: what they read, what they hold of their own, and in which columns."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -171,13 +171,14 @@ class BatchRows:
         lent = self.lend(row)
         return replace(lent, tokens=tuple(self.cold.take_row(row)))
 
-    def lend(self, row: int) -> ParkedRow:
-        """What a row holds, its tokens where they are; valid until some row changes."""
+    def lend(self, row: int, num_tokens: int | None = None) -> ParkedRow:
+        """What a row holds, or its first tokens, where they are; valid until some row changes."""
+        tokens = self.cold.lend_row(row, num_tokens)
         return ParkedRow(
             prefix=self.reads.leaves[row],
             num_seen=int(self.reads.lengths[row]),
-            num_tokens=int(self.cold.table.lengths[row]),
-            tokens=self.cold.lend_row(row),
+            num_tokens=tokens.num_tokens,
+            tokens=tokens,
             states=tuple(self.row_states.take_row(row)),
             epoch=self.epoch,
         )
@@ -220,6 +221,10 @@ class BatchRows:
         self.row_states.select(order)
         self.reads = self.reads.selected(order)
         self._align()
+
+    def exchange(self, replaced: Mapping[Prefix, Prefix]) -> None:
+        """Lets rows read others in the place of some prefixes: the same ids in other parts."""
+        self.reads = self.reads.exchanged(replaced)
 
     def copy_rows(self, other: "BatchRows") -> None:
         """Holds the rows of another cache, as copies; the states are the layers' to copy."""

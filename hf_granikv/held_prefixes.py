@@ -1,6 +1,6 @@
 """The prefixes that one cache holds, and which of them the next batch starts from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import finalize
 
 from hf_granikv.pools import HotPool, Prefix
@@ -56,6 +56,11 @@ class HeldPrefixes:
     def bind(self, leaves: Sequence[Prefix | None]) -> None:
         """Lets the rows of the next batches start from these chains, whole."""
         self.bound = RowPrefixes.whole(leaves)
+
+    def rebind(self, replaced: Mapping[Prefix, Prefix]) -> None:
+        """Lets bound rows start from others in the place of some prefixes: the same ids in other parts."""
+        if self.bound is not None:
+            self.bound = self.bound.exchanged(replaced)
 
     def starting_rows(self, num_rows: int) -> RowPrefixes:
         """What so many rows start from.

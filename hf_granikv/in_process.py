@@ -1,4 +1,4 @@
-"""A cache that lives in one process and is read through its own methods."""
+"""What lives in one process: a cache that is read through its own methods, and what has a thread."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn, SupportsIndex
@@ -34,4 +34,15 @@ class InProcessCache(Cache):
         raise TypeError(
             f"{type(self).__name__} is not iterable: it holds no keys and values of each row in "
             "one piece. Its layers are cache.layers; for tensors per row fill a DynamicCache."
+        )
+
+
+class OneOfAKind:
+    """Refuses by name to be copied or sent elsewhere: a thread of its own serves this one."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: one thread serves it, and callers wait "
+            "for that one. Make another over the same model; for a second conversation that starts "
+            "as one does, agent.fork(name) or memory.fork(); for the prefixes alone, cache.fork()."
         )

@@ -89,6 +89,7 @@ class Journal:
         dense_reads: Per layer, how often its keys or values were put together densely.
         promoted_tokens: Tokens that rows had computed for themselves, and have come to share since.
         once_tokens: Tokens that one row computed for several.
+        merged_levels: How many of what rows share were stored as one with what comes before.
         reckoning: Where the constants of predictions come from.
         times_accelerators: Whether groups are timed where that takes events; on a CPU they are.
         has_warned: Whether it was said that nothing is shared, or that is known to the caller.
@@ -102,8 +103,10 @@ class Journal:
         self.times_accelerators = False
         self.has_warned = False
         self._dense_askers: Counter[str] = Counter()
+        self._unshared_reads: Counter[int] = Counter()
         self.promoted_tokens = 0
         self.once_tokens = 0
+        self.merged_levels = 0
         self._decodes: Counter[str] = Counter()
         self._fused: deque[str] = deque(maxlen=20)
         # by what they say but for the numbers: how often, and the latest
@@ -124,8 +127,14 @@ class Journal:
         self._not_shared[kind] += 1
         self._not_shared_last[kind] = reason
 
-    def note_dense(self, layer_idx: int, asked_by: str) -> None:
-        """Counts one dense tensor, logs the first of each layer, warns where all are dense."""
+    def note_dense(self, layer_idx: int, asked_by: str, num_together: int) -> None:
+        """Counts one dense tensor, logs the first of each layer, warns where all are dense.
+
+        Args:
+            layer_idx: The layer.
+            asked_by: Who needs it.
+            num_together: Rows of the largest group; a single row has nobody to share with.
+        """
         if not self.dense_reads[layer_idx]:
             logger.info(
                 "Layer %d: %s needs keys and values in one piece; they are built for every "
@@ -136,8 +145,9 @@ class Journal:
             )
         self.dense_reads[layer_idx] += 1
         self._dense_askers[asked_by] += 1
+        self._unshared_reads[layer_idx] += num_together > 1
         # keys and values of one forward pass may have had a reason of their own
-        if self.dense_reads[layer_idx] > 2 and not self.backend_steps:
+        if self._unshared_reads[layer_idx] > 2 and not self.backend_steps:
             self.warn_unshared(
                 f"each row reads the whole prefix by itself in every layer, since {asked_by} needs "
                 "keys and values in one piece. Load the model with attn_implementation='granikv' "
@@ -175,7 +185,8 @@ class Journal:
         if self.promoted_tokens or self.once_tokens:
             report.append(
                 f"shared: {self.promoted_tokens} tokens that rows held each for itself, "
-                f"{self.once_tokens} that one of them computed for several."
+                f"{self.once_tokens} that one of them computed for several; "
+                f"{self.merged_levels} times two levels with the same readers became one."
             )
         report += [
             f"not shared: {self._not_shared_last[kind]} (x{count})"

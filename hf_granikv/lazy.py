@@ -120,7 +120,8 @@ class LazyKeyValue(torch.Tensor):
             raise NotPackableError(f"{asked_by} needs keys and values in one piece, with a mask")
         if plan.dense_refusal is not None:
             raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
-        plan.journal.note_dense(step.layer_idx, asked_by)
+        together = (part.group.num_rows_of(plan.num_rows) for part in step.parts)
+        plan.journal.note_dense(step.layer_idx, asked_by, max(together, default=0))
         suffix, index = self.suffix, plan.column_index
         prefix = self._laid_out(plan.longest_prefix)
         if index is not None and index.shape[1] == plan.kv_len:

@@ -43,7 +43,7 @@ def graft(held: HeldPrefixes, level: Prefix, head: Prefix, *, copies: bool) -> d
     if head.stop < level.stop:
         num_tokens = head.num_tokens
         replaced[level] = _part(held, level, num_tokens, level.num_tokens, head, copies=copies)
-    _let_go(held, [level])
+    let_go(held, [level])
     return replaced | follow(held, replaced)
 
 
@@ -58,7 +58,7 @@ def follow(held: HeldPrefixes, replaced: dict[Prefix, Prefix]) -> dict[Prefix, P
         parent = None if below.parent is None else (replaced | followed).get(below.parent)
         if parent is not None:
             followed[below] = _part(held, below, 0, below.num_tokens, parent, copies=True)
-    _let_go(held, followed)
+    let_go(held, followed)
     return followed
 
 
@@ -84,7 +84,8 @@ def _part(
     return part
 
 
-def _let_go(held: HeldPrefixes, prefixes: Iterable[Prefix]) -> None:
+def let_go(held: HeldPrefixes, prefixes: Iterable[Prefix]) -> None:
+    """Drops every hold of some prefixes."""
     for prefix in prefixes:
         while prefix in held.all:
             held.let_go(prefix)

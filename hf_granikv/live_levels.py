@@ -1,5 +1,6 @@
 """Prefixes that live rows have come to share: made of what they hold, and held as long as they are read."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.held_prefixes import HeldPrefixes
 from hf_granikv.journal import Journal
 from hf_granikv.level_cuts import follow, graft, head_of
+from hf_granikv.level_merges import merge
 from hf_granikv.pools import Prefix
 
 
@@ -102,6 +104,24 @@ class LiveLevels:
     def follow(self, replaced: dict[Prefix, Prefix]) -> dict[Prefix, Prefix]:
         """See `level_cuts.follow`."""
         return follow(self._held, replaced)
+
+    def extended_once(self, leaves: Iterable[Prefix | None]) -> list[tuple[Prefix, Prefix]]:
+        """The levels that nobody reads alone, each with the only one that extends it.
+
+        Args:
+            leaves: Where readers' chains end.
+        """
+        ends, held = set(leaves), tuple(self)
+        num_children = Counter(level.parent for level in held)
+        return [
+            (level.parent, level)
+            for level in held
+            if level.parent in held and level.parent not in ends and num_children[level.parent] == 1
+        ]
+
+    def merge(self, level: Prefix, child: Prefix) -> dict[Prefix, Prefix]:
+        """See `level_merges.merge`."""
+        return merge(self._held, level, child, self._cache.rows.layers)
 
     def keep_only(self, leaves: Iterable[Prefix | None]) -> None:
         """Lets go of every level that is in none of these chains."""

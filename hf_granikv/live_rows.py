@@ -14,22 +14,13 @@ from hf_granikv.journal import Journal
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.live_levels import LiveLevels
 from hf_granikv.packed import Segment
-from hf_granikv.pools import ColdPool, Prefix
+from hf_granikv.pools import Prefix
 from hf_granikv.row_budget import Coming, RowBudget, check_slots
+from hf_granikv.row_places import Row, RowPlaces
 from hf_granikv.segment_runs import SegmentRuns
 
 
-class Row:
-    """A row of `LiveRows`; two are the same if they are one object."""
-
-    __slots__ = ("_alone",)
-
-    def __init__(self, alone: AsymmetricPagedCache) -> None:
-        # the cache that holds this row and no other; None while it is in the common batch
-        self._alone: AsymmetricPagedCache | None = alone
-
-
-class LiveRows:
+class LiveRows(RowPlaces):
     """The rows of a living batch, over the prefixes of one cache.
 
     ```
@@ -63,37 +54,15 @@ class LiveRows:
         self._runs = SegmentRuns(self._model, served)
         self.has_states = served.has_states
         self._needs_rows_apart = served.has_states or served.rope_type is not None
-        self._merged: list[Row] = []
-        self._alone: list[Row] = []
         self._cold_slots = cache.rows.options.cold_slots
         self._journal = Journal()
-        self._common = self._open_common()
+        super().__init__(self._open_common())
         self.levels = LiveLevels(cache, self._journal)
 
     @property
     def why_not_packed(self) -> str | None:
         """Why steps take several forwards; None if they take one."""
         return self._runs.why_not_packed
-
-    @property
-    def num_slots_used(self) -> int:
-        """Private tokens of all rows."""
-        return sum(pool.num_tokens for pool in self.pools)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values; 0 as long as no row has stored any."""
-        return max(pool.bytes_per_token for pool in self.pools)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what rows hold of their own, free slots and tables included."""
-        return sum(self._cache_of(row).rows.private_bytes for row in (*self._alone, None))
-
-    @property
-    def pools(self) -> list[ColdPool]:
-        """Where rows hold their tokens: of the common batch first, then one of each other row."""
-        return [self._cache_of(row).rows.cold for row in (None, *self._alone)]
 
     @property
     def backend_steps(self) -> dict[str, int]:
@@ -103,11 +72,6 @@ class LiveRows:
     def holds(self, prefix: Prefix) -> bool:
         """Whether rows can start from a prefix."""
         return prefix in self._prefixes.rows.prefixes.levels or prefix in self.levels
-
-    def num_tokens(self, row: Row) -> int:
-        """Private tokens of a row."""
-        state, index = self._place(row)
-        return int(state.cold.table.lengths[index]) if state.num_rows else 0
 
     def start(
         self, prefix: Prefix | None, parked: ParkedRow | None = None, *, num_copied: int = 0
@@ -193,10 +157,12 @@ class LiveRows:
         """
         state, index = self._place(row)
         if state.num_rows:
-            self.make_room([], self.num_tokens(row))
+            # its states are there twice as well
+            num_beside = 0 if self._budget is None else self._budget.sizes.tokens_per_row
+            self.make_room([], self.num_tokens(row) + num_beside)
             parked = state.park(index)
         else:
-            parked = ParkedRow.empty(state.prefixes.bound.leaves[0], state.epoch)
+            parked = self.lend(row)
         self.drop(row)
         return parked
 
@@ -208,15 +174,6 @@ class LiveRows:
             self._alone.remove(row)
             row._alone.reset()
         row._alone = None
-
-    def check_integrity(self) -> None:
-        """Checks every pool.
-
-        Raises:
-            IntegrityError: With the broken equation in numbers.
-        """
-        for row in (*self._alone, None):
-            self._cache_of(row).check_integrity()
 
     def _open(self, cache: AsymmetricPagedCache) -> AsymmetricPagedCache:
         """Makes a cache one of this batch."""
@@ -281,8 +238,8 @@ class LiveRows:
 
     def _stop_packing(self, reason: str) -> None:
         self._runs.stop_packing(reason)
-        for row in (*self._alone, None):
-            self._cache_of(row).rows.needs_mask = True
+        for rows in self._states:
+            rows.needs_mask = True
         if self.has_states:
             for row in list(self._merged):
                 self._set_apart(row)
@@ -305,14 +262,3 @@ class LiveRows:
         if self._budget is not None:
             num_rows, beside = len(self._merged) + len(self._alone), self.levels.num_bytes
             self._budget.make_room(self.pools, num_rows, coming, num_copied, beside)
-
-    def _cache_of(self, row: Row | None) -> AsymmetricPagedCache:
-        return self._common if row is None or row._alone is None else row._alone
-
-    def _place(self, row: Row) -> tuple[Any, int]:
-        """The rows among which a row is, and its number there."""
-        if row._alone is not None:
-            return row._alone.rows, 0
-        if row not in self._merged:
-            raise ValueError("this row has left the batch; start another one.")
-        return self._common.rows, self._merged.index(row)

@@ -12,6 +12,7 @@ from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.streams import merged, merged_async
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import replies_of
+from hf_granikv.in_process import OneOfAKind
 from hf_granikv.prompts import Message, Tool, shared_ids, shared_text
 from hf_granikv.questions import Question, check_tokenizer, known_agent, note_asked, questions_of
 from hf_granikv.report import RunReport
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from hf_granikv.pools import Prefix
 
 
-class MultiAgentRunner:
+class MultiAgentRunner(OneOfAKind):
     """Asks many agents at once, with the text that they share stored and computed once.
 
     A prompt's ids are always `tok(shared text) + tok(rest of the rendered text,

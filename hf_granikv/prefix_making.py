@@ -126,11 +126,12 @@ def _cost(
 
 
 def _with_parent(
-    parent: Prefix, pairs: Sequence[KeysAndValues], num_tokens: int, layers: Sequence[LayerKind]
+    parent: Prefix, pairs: list[KeysAndValues], num_tokens: int, layers: Sequence[LayerKind]
 ) -> list[KeysAndValues]:
+    """Takes the layers of `pairs` one by one, so that no more than one is there twice."""
     stop, joined = parent.stop + num_tokens, []
-    for layer, ours, *theirs in zip(layers, pairs, parent.keys, parent.values, strict=True):
-        both = ours
+    for layer, *theirs in zip(layers, parent.keys, parent.values, strict=True):
+        ours = both = pairs.pop(0)
         # a window that has left the parent sees nothing of it any more
         if ours[0].shape[1] == num_tokens:
             first = 0 if layer.window is None else layer.window.first_reached(stop - 1)

@@ -1,6 +1,6 @@
 """Which stored prefix each row of a batch reads, and which rows read the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,6 +96,13 @@ class RowPrefixes:
     def joined(self, leaf: Prefix | None, length: int) -> "RowPrefixes":
         """With one more row behind the others."""
         return RowPrefixes((*self.leaves, leaf), np.append(self.lengths, length))
+
+    def exchanged(self, replaced: Mapping[Prefix, Prefix]) -> "RowPrefixes":
+        """With other prefixes in the place of some, which have the same ids in other parts."""
+        if replaced.keys().isdisjoint(self.leaves):
+            return self
+        leaves = (leaf and replaced.get(leaf, leaf) for leaf in self.leaves)
+        return RowPrefixes(tuple(leaves), self.lengths)
 
     def column_of_prefix(self) -> NDArray[np.bool_]:
         """`[num_rows, longest]` the prefix columns of a mask: pads before those who see less."""

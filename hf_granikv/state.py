@@ -202,10 +202,10 @@ class CacheState(BatchRows):
         self._settle_interrupted()
         super().select_rows(indices)
 
-    def lend(self, row: int) -> ParkedRow:
-        """What a row holds, its tokens where they are; valid until some row changes."""
+    def lend(self, row: int, num_tokens: int | None = None) -> ParkedRow:
+        """See `BatchRows.lend`."""
         self._settle_interrupted()
-        return super().lend(row)
+        return super().lend(row, num_tokens)
 
     def _settle_interrupted(self) -> None:
         """Undoes what an interrupt has left, which torch does not show to hooks.

@@ -132,6 +132,10 @@ class PrefixGroup:
     start: int
     stop: int
 
+    def num_rows_of(self, num_rows: int) -> int:
+        """How many these are of the rows of a batch."""
+        return num_rows if self.rows is None else len(self.rows)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixPart:

@@ -8,7 +8,8 @@ from hf_granikv.announce import device_of_ids, transformers_model
 from hf_granikv.attention import ATTENTION_NAME
 from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch import constants_for
-from hf_granikv.dispatch.sharing import FLOOR_TOKENS, level_gain_s
+from hf_granikv.dispatch.roofline import DeviceConstants
+from hf_granikv.dispatch.sharing import FLOOR_TOKENS, level_gain_s, merging_gain_s
 from hf_granikv.views import GroupShape, dtype_name
 
 
@@ -51,7 +52,7 @@ class Worth:
             hidden_size=self._model.config.get_text_config(decoder=True).hidden_size,
             num_saved=num_saved,
             num_steps=num_steps,
-            constants=constants_for(device_of_ids(self._model)),
+            constants=self._constants,
             backends=BACKENDS,
         )
         if gain_s > 0:
@@ -60,6 +61,30 @@ class Worth:
             f"sharing {num_tokens} tokens of {num_rows} agents would lose {-1e6 * gain_s:.0f} us per "
             f"layer in {num_steps} steps"
         )
+
+    def merging_pays(
+        self, *, num_rows: int, num_tokens: int, num_before: int, num_steps: int
+    ) -> bool:
+        """Whether tokens that rows share and those before them should be stored as one.
+
+        Args:
+            num_rows: Who reads both.
+            num_tokens: Tokens of the later level.
+            num_before: Of the one before.
+            num_steps: Decode steps to come, at most.
+        """
+        gain_s = merging_gain_s(
+            step_shape(self._model, num_rows, num_tokens),
+            num_before,
+            num_steps=num_steps,
+            constants=self._constants,
+            backends=BACKENDS,
+        )
+        return gain_s > 0
+
+    @property
+    def _constants(self) -> DeviceConstants:
+        return constants_for(device_of_ids(self._model))
 
 
 def step_shape(model: Any, num_rows: int, num_tokens: int) -> GroupShape:

@@ -20,6 +20,17 @@ settings.load_profile("hf_granikv")
 POISONED_ROOMS = {"pools", "kernels"}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Who names another attention, or a family that has none of ours, knows that nothing is shared."""
+    knows = {"sdpa", "eager", *DENSE_ROUTE}
+    for item in items:
+        params = getattr(item, "callspec", None)
+        if params and knows & {value for value in params.params.values() if isinstance(value, str)}:
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore::hf_granikv.errors.NothingSharedWarning")
+            )
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What this machine is, and was measured to do, changes no test."""

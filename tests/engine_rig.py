@@ -46,7 +46,9 @@ def _alone(
     kwargs: dict[str, Any] = dict(options)
     if "stop_strings" in kwargs:
         kwargs["tokenizer"] = TOKENIZER
-    out = shared_model().generate(torch.tensor([list(ids)]), **kwargs)
+    prompt = torch.tensor([list(ids)])
+    # without a mask, generate would make one of the tokens that happen to be pads
+    out = shared_model().generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs)
     return tuple(out[0, len(ids) :].tolist())
 
 

@@ -94,12 +94,16 @@ ARROWS: dict[str, set[str]] = {
     },
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
     "level_cuts": {"held_prefixes", "pools"},
-    "live_levels": {"batch_rows", "cache", "held_prefixes", "level_cuts", "pools"},
+    "level_merges": {"held_prefixes", "level_cuts", "pools"},
+    "live_levels": {
+        *("batch_rows", "cache", "held_prefixes", "level_cuts", "level_merges", "pools"),
+    },
     "segment_runs": {"announce", "layer_kinds", "packed"},
     "row_budget": {"pools"},
+    "row_places": {"batch_rows", "cache", "pools", "state"},
     "live_rows": {
         *("announce", "batch_rows", "cache", "layer_kinds", "live_levels", "packed", "pools"),
-        *("row_budget", "segment_runs"),
+        *("row_budget", "row_places", "segment_runs"),
     },
     "worth": {"announce", "attention", "backends", "dispatch"},
     "shared_prefix": set(),
@@ -114,8 +118,8 @@ ARROWS: dict[str, set[str]] = {
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
     "engine": {
-        *("agent", "announce", "batch_rows", "cache", "level_cuts", "live_levels", "live_rows"),
-        *("pools", "row_budget", "settings", "shared_prefix", "worth"),
+        *("agent", "announce", "batch_rows", "cache", "in_process", "level_cuts", "live_levels"),
+        *("live_rows", "pools", "row_budget", "settings", "shared_prefix", "worth"),
     },
     "shares": {"cache", "level_cuts", "lookup", "pools", "prompts", "shared_prefix", "timing"},
     "generate_runs": {
@@ -137,8 +141,8 @@ ARROWS: dict[str, set[str]] = {
         *("questions", "report", "settings", "shares", "worth"),
     },
     "multi_agent": {
-        *("agent", "answering", "engine", "engine_runs", "pools", "prompts", "questions"),
-        *("report", "roster"),
+        *("agent", "answering", "engine", "engine_runs", "in_process", "pools", "prompts"),
+        *("questions", "report", "roster"),
     },
     "demo_model": set(),
     "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
@@ -150,7 +154,15 @@ ARROWS: dict[str, set[str]] = {
 WITHOUT_TRANSFORMERS = {
     *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
-    *("batch_rows", "packed_tensors", "held_prefixes", "level_cuts", "lookup", "row_prefixes"),
+    *(
+        "batch_rows",
+        "packed_tensors",
+        "held_prefixes",
+        "level_cuts",
+        "level_merges",
+        "lookup",
+        "row_prefixes",
+    ),
     *("step_attention", "step_work", "gradients"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels", "calibrating"),
@@ -202,7 +214,8 @@ ENGINE_ARROWS: dict[str, set[str]] = {
     "job": {"memory", "offload", "sampler", "schedule", "turn"},
     "memories": {"job", "memory", "schedule"},
     "claims": {"job", "memories", "memory"},
-    "sharing": {"claims", "job", "memories", "schedule"},
+    "readers": {"job", "memories"},
+    "sharing": {"claims", "job", "memories", "readers", "schedule"},
     "sampling": {"job", "sampler"},
     "batch": {
         *("figures", "job", "memories", "memory", "offload", "preemption"),

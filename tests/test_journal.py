@@ -184,6 +184,21 @@ def test_a_prefix_that_every_row_reads_by_itself_warns_once(
     assert unshared(partial(new_tokens, model, prompts, **cached(cache))) == []
 
 
+def test_rows_that_have_nobody_to_share_with_are_told_nothing(tiny_model: Build) -> None:
+    """One row over a prefix, and two over one each; then two over the same."""
+    model, other = tiny_model("llama", "sdpa"), tokens(30, seed=9)
+    cache = prefilled(model)
+    run = partial(new_tokens, model, **cached(cache))
+    assert unshared(partial(run, left_padded(whole(suffixes(3))))) == []
+    cache.prefill(model, prefix_ids(other))
+    apart = left_padded([*whole(suffixes(3)), *whole(suffixes(4), other)])
+    cache.bind(**apart)
+    assert unshared(partial(run, apart)) == []
+    together = left_padded(whole(suffixes(3, 7)))
+    cache.bind(**together)
+    assert len(unshared(partial(run, together))) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_a_prefix_that_is_shared_warns_of_nothing(tiny_model: Build, name: str) -> None:
     model = tiny_model(name)
@@ -197,9 +212,9 @@ def test_a_first_forward_that_had_a_reason_of_its_own_warns_of_nothing() -> None
 
     def run() -> None:
         for layer_idx in (0, 0, 1, 1):
-            journal.note_dense(layer_idx, "a mask")
+            journal.note_dense(layer_idx, "a mask", 2)
         add(journal, "x")
-        journal.note_dense(0, "a mask")
+        journal.note_dense(0, "a mask", 2)
 
     assert unshared(run) == []
 

@@ -86,6 +86,37 @@ def level_gain_s(
     return num_saved * _token_s(shape, hidden_size, constants) + num_steps * (own_s - shared_s)
 
 
+def merging_gain_s(
+    shape: GroupShape,
+    num_before: int,
+    *,
+    num_steps: int,
+    constants: DeviceConstants,
+    backends: Mapping[str, Candidate],
+) -> float:
+    """Predicts the seconds per layer saved by storing a level and the one before it as one.
+
+    Counted are the calls and merges of one level less in `num_steps` decode steps, and the copy of both.
+
+    Args:
+        shape: The rows over the level in one decode step.
+        num_before: Tokens of the level before, which the same rows read.
+        num_steps: Decode steps to come, at most.
+        constants: Of the device.
+        backends: Backends by name, `"per_row"` among them.
+
+    Returns:
+        Negative where the copy costs more than it saves.
+    """
+    before = replace(shape, prefix_len=num_before)
+    both = replace(shape, prefix_len=num_before + shape.prefix_len)
+    apart_s = _shared_s(before, constants, backends) + _shared_s(shape, constants, backends)
+    step_gain_s = apart_s - _shared_s(both, constants, backends)
+    num_bytes = backends["per_row"].work(replace(both, num_rows=1)).bytes
+    # read once, and written once
+    return num_steps * step_gain_s - 2 * num_bytes / constants.bandwidth_bytes_per_s
+
+
 def dynamic_cache_s(
     shape: GroupShape, *, constants: DeviceConstants, backends: Mapping[str, Candidate]
 ) -> float:

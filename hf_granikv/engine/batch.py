@@ -94,9 +94,8 @@ class Batch:
     def step(self) -> None:
         """Runs one forward pass, with what has to be moved before and chosen after it."""
         self._sharing.compare(self._learned.max_rows)
-        idle = []
-        if self._learned.max_tokens is not None:
-            idle = self._memories.idle(self._waiting.values())
+        is_limited = self._learned.max_tokens is not None
+        idle = self._memories.idle(self._waiting.values()) if is_limited else []
         waiting = [job.seat for job in self._waiting.values() if not self._sharing.delays(job)]
         self._move(next_moves(self._sharing.within(self._learned), self._seats(), waiting, idle))
         self._sharing.make_room(self._learned)
@@ -133,7 +132,8 @@ class Batch:
         """
         self._rows.check_integrity()
         for job in self._running.values():
-            assert self._rows.num_tokens(job.row) == job.num_private
+            held = self._rows.lend(job.row)
+            assert (held.prefix, held.num_tokens) == (job.leaf, job.num_private)
         assert self._rows.num_slots_used >= sum(job.num_private for job in self._running.values())
 
     def _seats(self) -> list[Seat]:

@@ -23,6 +23,7 @@ from hf_granikv.engine.requests import Asked
 from hf_granikv.engine.schedule import Limits
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine.worker import Worker
+from hf_granikv.in_process import OneOfAKind
 from hf_granikv.journal import Journal
 from hf_granikv.live_rows import LiveRows
 from hf_granikv.pools import Prefix
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Engine:
+class Engine(OneOfAKind):
     """Answers prompts in one batch that turns join and leave at any token.
 
     Prompts are computed in chunks between the steps of running answers. The tokens of a turn are those

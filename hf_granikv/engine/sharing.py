@@ -5,10 +5,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
-from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.engine.claims import Claim, claims_of
 from hf_granikv.engine.job import Job
 from hf_granikv.engine.memories import Memories
+from hf_granikv.engine.readers import Readers
 from hf_granikv.engine.schedule import Limits
 from hf_granikv.live_rows import LiveRows
 from hf_granikv.pools import Prefix
@@ -57,6 +57,7 @@ class Sharing:
         self._waiting = waiting
         self._running = running
         self._worth = worth
+        self._readers = Readers(rows, memories, waiting, running)
         # turns that compute for others, and up to which of their ids; those who wait for that
         self._leaders: dict[Job, int] = {}
         self._followers: set[Job] = set()
@@ -91,6 +92,7 @@ class Sharing:
             logger.exception("what turns have in common could not be shared")
             self._refusals = [f"it failed: {error}"]
             self._leaders, self._followers = {}, set()
+        self._merge(self._worth)
         for reason in self._refusals:
             self._levels.journal.note_not_shared(reason)
         for job in fresh:
@@ -124,17 +126,14 @@ class Sharing:
     def tidy(self) -> None:
         """Lets go of the levels that nobody reads any more."""
         if any(self._levels):
-            leaves = [job.leaf for job in (*self._waiting.values(), *self._running.values())]
-            self._levels.keep_only([*leaves, *(row.prefix for row in self._memories.parked)])
+            self._levels.keep_only(self._readers.leaves)
 
     def exchange(self, replaced: dict[Prefix, Prefix]) -> None:
         """Lets all who read some prefixes read others with the same ids, and whoever comes with one."""
         self._replaced.update(replaced)
         replaced = replaced | self._levels.follow(replaced)
-        for each in (*self._memories, *self._waiting.values(), *self._running.values()):
-            if each.prefix is not None:
-                each.prefix = replaced.get(each.prefix, each.prefix)
-        self._exchange(replaced)
+        self._readers.rename(replaced)
+        self._readers.exchange(replaced)
 
     def in_force(self, prefix: Prefix | None) -> Prefix | None:
         """What has taken the place of a prefix, if anything has."""
@@ -151,8 +150,7 @@ class Sharing:
         """Shares what is common and held; gives whether there was any, so that more may be now."""
         self._leaders, self._followers, self._refusals = {}, set(), []
         after: dict[Prefix | None, list[Claim]] = {}
-        jobs = [*self._waiting.values(), *self._running.values()]
-        for claim in claims_of(jobs, compared, self._memories, self._levels):
+        for claim in claims_of(self._readers.jobs, compared, self._memories, self._levels):
             if claim.num_readable > 0:
                 after.setdefault(claim.leaf, []).append(claim)
         for claims in after.values():
@@ -163,6 +161,31 @@ class Sharing:
                 if any(shared):
                     return True
         return False
+
+    def _merge(self, worth: Worth) -> None:
+        """Stores levels as one that the same turns read, where that is faster in the steps to come."""
+        while (pair := self._next_to_merge(worth)) is not None:
+            try:
+                self._rows.make_room([], sum(level.num_tokens for level in pair))
+                replaced = self._levels.merge(*pair)
+            except Exception:
+                logger.info("%s and %s stay apart", *pair, exc_info=True)
+                return
+            self._readers.exchange(replaced)
+            self._levels.journal.merged_levels += 1
+
+    def _next_to_merge(self, worth: Worth) -> tuple[Prefix, Prefix] | None:
+        """Two levels that are better stored as one."""
+        for before, level in self._levels.extended_once(self._readers.leaves):
+            jobs = [job for job in self._readers.jobs if job.leaf and level in job.leaf.chain]
+            if jobs and worth.merging_pays(
+                num_rows=len(jobs),
+                num_tokens=level.num_tokens,
+                num_before=before.num_tokens,
+                num_steps=max(job.num_to_come for job in jobs),
+            ):
+                return before, level
+        return None
 
     def _with_common_heads(self, claims: list[Claim], worth: Worth) -> list[list[Claim]]:
         """Groups claims of which the first ids are the same, as many as may be worth it."""
@@ -237,70 +260,26 @@ class Sharing:
             self._rows.make_room([], num_copied)
             if holder.level is not None:
                 return self._levels.head_of(holder.level, num_tokens)
-            if holder.job is not None:
-                holder.parked = self._parked(holder.job)
-            assert holder.parked is not None
-            return self._levels.promote(holder.parked, holder.ids(num_tokens).tolist())
+            job, parked = holder.job, holder.parked
+            parked = parked if job is None else self._rows.lend(job.row, num_tokens)
+            assert parked is not None
+            return self._levels.promote(parked, holder.ids(num_tokens).tolist())
         except Exception as error:
             logger.info("%d common tokens could not be shared", num_tokens, exc_info=True)
             self._refusals.append(f"it failed: {error}")
-            if holder.job is not None and holder.parked is not None:
-                self._restart(holder.job, holder.parked, holder.leaf)
             return None
 
     def _read(self, claim: Claim, level: Prefix) -> None:
         """Lets whoever reads or holds ids read the first of them in a level."""
         job = claim.job
         if claim.level is not None and claim.level is not level:
-            self._exchange(self._levels.graft(claim.level, level))
+            self._readers.exchange(self._levels.graft(claim.level, level))
         elif job is None and claim.parked is not None:
             self._memories.exchange({id(claim.parked): claim.parked.after(level)})
-        elif job is not None and claim.waits and claim.parked is None:
+        elif job is not None and claim.waits:
             job.leaf = level
         elif job is not None:
-            self._restart(job, claim.parked, level)
-
-    def _exchange(self, replaced: dict[Prefix, Prefix]) -> None:
-        self._memories.exchange(
-            {
-                id(row): row.after(replaced[row.prefix])
-                for row in self._memories.parked
-                if row.prefix is not None and row.prefix in replaced
-            }
-        )
-        for job in (*self._waiting.values(), *self._running.values()):
-            if job.leaf is None or job.leaf not in replaced:
-                continue
-            if job.row is not None:
-                self._restart(job, None, replaced[job.leaf])
-                continue
-            job.leaf = replaced[job.leaf]
-            if job.offloaded is not None:
-                parked = job.offloaded.parked.after(job.leaf)
-                job.offloaded = replace(job.offloaded, parked=parked)
-
-    def _parked(self, job: Job) -> ParkedRow:
-        # it is copied once more when the part that is shared is cut off
-        self._rows.make_room([], 2 * job.num_private)
-        parked = self._rows.park(job.row)
-        job.row = None
-        return parked
-
-    def _restart(self, job: Job, parked: ParkedRow | None, leaf: Prefix | None) -> None:
-        """Gives a turn that runs another row, which reads another chain; if that fails it waits again."""
-        job.leaf = leaf
-        try:
-            whole = parked or self._parked(job)
-            rest = whole if leaf is None else whole.after(leaf)
-            num_copied = whole.num_tokens + rest.num_tokens
-            job.row = self._rows.start(leaf, rest, num_copied=num_copied)
-            job.num_held = max(job.num_held, job.num_shared)
-        except Exception:
-            logger.info("a row could not be exchanged; its turn waits again", exc_info=True)
-            if job.row is not None:
-                self._rows.drop(job.row)
-            job.row, job.num_held = None, 0
-            self._waiting[job.order] = self._running.pop(job.order)
+            self._readers.restart(job, level)
 
 
 def _num_saved(claims: list[Claim], level: Level) -> int:

@@ -147,9 +147,9 @@ class ColdPool(SlotRows):
         slots = torch.from_numpy(self.table.row(row).copy())
         return [self._storage.take(layer_idx, slots) for layer_idx in range(len(self._storage))]
 
-    def lend_row(self, row: int) -> "LentTokens":
-        """What a row holds, read layer by layer when it is asked for; valid until rows change."""
-        return LentTokens(self, row)
+    def lend_row(self, row: int, num_tokens: int | None = None) -> "LentTokens":
+        """What a row holds, or its first tokens, read when it is asked for; valid until rows change."""
+        return LentTokens(self, row, num_tokens)
 
     def add_row(self, tokens: Sequence[KeysAndValues | None], length: int) -> None:
         """Adds a row that holds these tokens, behind the others.
@@ -240,15 +240,18 @@ class LentTokens(Sequence[KeysAndValues | None]):
     Args:
         pool: The pool.
         row: The row.
+        num_tokens: How many of its first tokens; None for all.
     """
 
-    def __init__(self, pool: ColdPool, row: int) -> None:
+    def __init__(self, pool: ColdPool, row: int, num_tokens: int | None) -> None:
         self._pool = pool
         self._row = row
+        self.num_tokens = len(pool.table.row(row)[:num_tokens])
 
     def __len__(self) -> int:
         return len(self._pool._storage)
 
     def __getitem__(self, layer_idx: Any) -> Any:
         # slots may have moved since it was lent
-        return self._pool._storage.lend(layer_idx, self._pool.table.row(self._row).copy())
+        slots = self._pool.table.row(self._row)[: self.num_tokens]
+        return self._pool._storage.lend(layer_idx, slots.copy())

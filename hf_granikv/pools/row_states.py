@@ -1,6 +1,6 @@
 """States of layers that do not keep tokens: recurrent and convolution states."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -130,11 +130,15 @@ class RowStates:
             states: What `take_row` gave.
         """
         held = [layer.states() for layer in self._layers]
-        joined = [
-            {key: torch.cat([ours[key], t]) if key in ours else t for key, t in its.items()}
+        # made where they are loaded
+        joined = (
+            {
+                key: torch.cat([ours[key], t]) if key in ours else _copied(t)
+                for key, t in its.items()
+            }
             for ours, its in zip(held, states, strict=True)
-        ]
-        self._load(joined, _copied)
+        )
+        self._load(joined, Tensor.detach)
 
     def release(self) -> None:
         """Forgets all rows."""
@@ -161,11 +165,16 @@ class RowStates:
                         f"{state.shape[0]} rows, the batch {num_rows}."
                     )
 
-    def _load(self, states: Sequence[LayerStates], change: Callable[[Tensor], Tensor]) -> None:
+    def _load(self, states: Iterable[LayerStates], change: Callable[[Tensor], Tensor]) -> None:
+        """Gives all layers their new states, or none where memory is short."""
         # never inference tensors, or a later forward outside inference mode could not write to them
         with torch.inference_mode(False):
-            for layer, of_layer in zip(self._layers, states, strict=True):
-                layer.load({key: change(state.detach()) for key, state in of_layer.items()})
+            changed = [
+                {key: change(state.detach()) for key, state in of_layer.items()}
+                for of_layer in states
+            ]
+        for layer, of_layer in zip(self._layers, changed, strict=True):
+            layer.load(of_layer)
 
     def _tensors(self) -> list[Tensor]:
         return [state for layer in self._layers for state in layer.states().values()]

@@ -6,7 +6,7 @@ import pytest
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch.known_devices import AVX2
-from hf_granikv.dispatch.sharing import level_gain_s, sharing_gain_s
+from hf_granikv.dispatch.sharing import level_gain_s, merging_gain_s, sharing_gain_s
 from hf_granikv.views import GroupShape
 
 SHAPE = GroupShape(
@@ -95,3 +95,23 @@ def test_what_need_not_be_computed_pays_for_some_steps_of_a_level() -> None:
     assert level_us(2, 256, **saved, num_steps=10) > 0 > level_us(2, 256, **saved, num_steps=1000)
     # where nothing is computed either way, only steps count
     assert level_us(2, 256, num_steps=0) == 0
+
+
+def merging_us(num_before: int, num_tokens: int, num_steps: int = 1) -> float:
+    """Of one level instead of two, in microseconds per layer."""
+    return 1e6 * merging_gain_s(
+        replace(SHAPE, prefix_len=num_tokens),
+        num_before,
+        num_steps=num_steps,
+        constants=AVX2,
+        backends=BACKENDS,
+    )
+
+
+def test_a_level_less_pays_for_its_copy_in_a_few_steps() -> None:
+    assert merging_us(4096, 256, num_steps=0) < 0
+    assert merging_us(4096, 256, num_steps=1) < 0 < merging_us(4096, 256, num_steps=20)
+    assert merging_us(256, 256, num_steps=1) > 0
+    # a call and a merge less, whatever is read
+    gains = [merging_us(n, 256, 1) - merging_us(n, 256, 0) for n in (256, 4096)]
+    assert all(50 < gain < 500 for gain in gains)

@@ -1,10 +1,13 @@
 """The cache of a running engine in the hands of others: they wait, or are told what to do."""
 
+import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from agents import new_runner
 from engine_rig import LONG, TOKENIZER, WAIT_S, alone, ask, prompt, shared_model
 from prompts import cached
 from test_engine import Gate
@@ -92,6 +95,38 @@ def test_forwards_with_the_cache_itself_are_refused_outside_of_a_pause(cache):
             with pytest.raises(RuntimeError, match="an engine runs over this cache"):
                 other.result(WAIT_S)
     assert torch.equal(shared_model().generate(PROMPT, **cached(cache), **LONG), wanted)
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda cache: cache.fork(), copy.deepcopy], ids=["fork", "deepcopy"]
+)
+def test_copies_of_the_cache_generate_while_the_engine_decodes(engine, cache, copied):
+    """Of the same model at the same time; and each with rows of its own."""
+    wanted = shared_model().generate(PROMPT, **LONG)
+    texts = [f"{word} {i}?" for i in range(6) for word in ("Why", "Who", "When")]
+    turns = [ask(engine, text) for text in texts]
+
+    def generated(_):
+        return [shared_model().generate(PROMPT, **cached(copied(cache)), **LONG) for _ in range(4)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for outs in pool.map(generated, range(2)):
+            assert all(torch.equal(out, wanted) for out in outs)
+    for turn in turns:
+        assert turn.result(WAIT_S).token_ids == alone(turn.name, **LONG)
+    assert cache.stats().hot_tokens == engine.prefix.num_tokens
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_has_a_thread_of_its_own_is_not_copied(engine, how):
+    with pytest.raises(TypeError, match=r"Engine cannot be copied .* cache.fork\(\)"):
+        how(engine)
+    with (
+        new_runner(shared_model(), TOKENIZER) as runner,
+        pytest.raises(TypeError, match=r"MultiAgentRunner cannot be copied .* agent.fork\(name\)"),
+    ):
+        how(runner)
 
 
 def test_the_engines_own_thread_need_not_wait_for_itself(engine, cache):

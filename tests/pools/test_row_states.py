@@ -71,6 +71,25 @@ def test_rows_that_start_empty_have_no_states(rows: RowStates, layers: list[Laye
     assert [layer.held for layer in layers] == [{}, {}]
 
 
+def test_a_row_that_cannot_join_changes_no_layer(
+    rows: RowStates, layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows.begin(stored(), 1)
+    before, joins, cat = [dict(layer.held) for layer in layers], [], torch.cat
+
+    def full(tensors: list[Tensor]) -> Tensor:
+        joins.append(tensors)
+        if len(joins) == 3:
+            raise MemoryError("no room for the states of the second layer")
+        return cat(tensors)
+
+    monkeypatch.setattr(torch, "cat", full)
+    with pytest.raises(MemoryError):
+        rows.add_row(stored())
+    assert [layer.held for layer in layers] == before
+    rows.check_integrity(1)
+
+
 def test_a_row_chosen_twice_is_two_rows(rows: RowStates, layers: list[Layer]) -> None:
     rows.begin(stored(), 3)
     layers[1].held[CONV][2] = 7.0
