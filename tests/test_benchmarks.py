@@ -142,7 +142,9 @@ def test_llama_cpp_computes_in_bfloat16_what_the_model_does(name: str) -> None:
         peers: list[Peer] = [Static(model), LLAMA_CPP[name](model)]
         for peer in peers:
             peer.prepare(work, len(steps))
-        agreement = compare(peers, steps, TOLERANCES[torch.bfloat16])[name]
+        agreements, differing = compare(peers, steps, TOLERANCES[torch.bfloat16])
+    agreement = agreements[name]
+    assert not differing
     assert agreement.num_same_best >= 0.9 * steps.numel()
     assert "llama-cpp-python" in peers[1].note
 
@@ -258,6 +260,24 @@ def test_other_work_is_not_timed(kind: type[Peer], dtype: torch.dtype) -> None:
             peer.prepare(work, 3)
         with pytest.raises(ResultsDiffer, match=f"logits of {kind.name} differ from .* granikv"):
             compare(peers, torch.randint(2, VOCAB_SIZE, (3, 3, 1)), TOLERANCES[dtype])
+
+
+def test_another_engine_that_rounds_otherwise_is_left_out_with_the_reason() -> None:
+    class OtherEngine(Late):
+        name = "other engine"
+        is_other_engine = True
+
+    model = SHARED_PATH["llama"].model()
+    work = Workload.random([20], 3, 3, VOCAB_SIZE, False)
+    with torch.no_grad():
+        peers = [Granikv(model), Static(model), OtherEngine(model)]
+        for peer in peers:
+            peer.prepare(work, 3)
+        tokens = torch.randint(2, VOCAB_SIZE, (3, 3, 1))
+        agreements, differing = compare(peers, tokens, TOLERANCES[torch.float32])
+    assert list(agreements) == ["StaticCache", "other engine"]
+    assert list(differing) == ["other engine"]
+    assert "logits of other engine differ from those of granikv" in differing["other engine"]
 
 
 @pytest.mark.parametrize(("rotates", "order"), [(False, "abc abc abc"), (True, "abc bca cab")])

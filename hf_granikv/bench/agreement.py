@@ -61,18 +61,28 @@ class Agreement:
         )
 
 
+def disagreements(
+    agreements: dict[str, Agreement], first: str, tolerance: Tolerance
+) -> dict[str, str]:
+    """Says of each peer that differs from the first one by more than the tolerance how far it does."""
+    found = {}
+    for name, agreement in agreements.items():
+        if not agreement.is_within(tolerance):
+            typical, worst = median(agreement.differences), max(agreement.differences)
+            found[name] = (
+                f"the logits of {name} differ from those of {first} by {typical:.2g} of their standard "
+                f"deviation in half of the rows, and {worst:.2g} in the worst; up to "
+                f"{tolerance.typical:g} and {tolerance.worst:g} is rounding. Its time would be that of "
+                "other work."
+            )
+    return found
+
+
 def check_agreement(agreements: dict[str, Agreement], first: str, tolerance: Tolerance) -> None:
     """Checks that peers agree with the first one.
 
     Raises:
         ResultsDiffer: They differ by more than the tolerance, or are no numbers.
     """
-    for name, agreement in agreements.items():
-        if not agreement.is_within(tolerance):
-            typical, worst = median(agreement.differences), max(agreement.differences)
-            raise ResultsDiffer(
-                f"the logits of {name} differ from those of {first} by {typical:.2g} of their standard "
-                f"deviation in half of the rows, and {worst:.2g} in the worst; up to "
-                f"{tolerance.typical:g} and {tolerance.worst:g} is rounding. Its time would be that of "
-                "other work."
-            )
+    for difference in disagreements(agreements, first, tolerance).values():
+        raise ResultsDiffer(difference)

@@ -83,6 +83,7 @@ def measure(
     tokens = random_ids(vocab_size, (arguments.warmup + arguments.steps, num_rows, 1))
     with torch.no_grad():
         peers, reasons = prepared(PEERS, names, model, workload, len(tokens))
-        agreements = compare(peers, tokens[: arguments.warmup], TOLERANCES[model.dtype])
+        agreements, differing = compare(peers, tokens[: arguments.warmup], TOLERANCES[model.dtype])
+        peers, reasons = [p for p in peers if p.name not in differing], {**reasons, **differing}
         timings = race(peers, tokens[arguments.warmup :], rotates=False, description=label)
     return step_rows("decode", label, peers, timings, agreements, reasons)

@@ -38,6 +38,7 @@ class LlamaCpp(Peer):
     """
 
     name: ClassVar[str] = "llama.cpp"
+    is_other_engine = True
     has_own_threads = True
     has_models_time = False
 

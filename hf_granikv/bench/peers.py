@@ -38,6 +38,8 @@ class Peer(ABC):
     attention: ClassVar[str] = "sdpa"
     # whether its results have to be those of the others
     is_compared: ClassVar[bool] = True
+    # whether it does not run the model of transformers, but a rounding of its own
+    is_other_engine: ClassVar[bool] = False
     # whether it computes in threads that are not torch's
     has_own_threads: ClassVar[bool] = False
     # whether the rest of its step is what the model alone takes, as `NoContext` runs it

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_granikv.bench.agreement import Agreement, Tolerance, check_agreement
+from hf_granikv.bench.agreement import Agreement, ResultsDiffer, Tolerance, disagreements
 from hf_granikv.bench.peers import Peer, PeerAbsent, PeerFactory
 from hf_granikv.bench.workload import Workload
 
@@ -88,7 +88,9 @@ def prepared(
     return peers, reasons
 
 
-def compare(peers: Sequence[Peer], tokens: Tensor, tolerance: Tolerance) -> dict[str, Agreement]:
+def compare(
+    peers: Sequence[Peer], tokens: Tensor, tolerance: Tolerance
+) -> tuple[dict[str, Agreement], dict[str, str]]:
     """Checks, while warming up, that all peers compute what the first one does.
 
     Args:
@@ -96,8 +98,11 @@ def compare(peers: Sequence[Peer], tokens: Tensor, tolerance: Tolerance) -> dict
         tokens: [num_steps, num_rows, 1] ids.
         tolerance: The most that they may differ by, as in `Agreement`.
 
+    Returns:
+        How far each is from the first, and which other engines are not to be timed, and why.
+
     Raises:
-        ResultsDiffer: They differ by more, or are no numbers.
+        ResultsDiffer: A cache differs by more, or its logits are no numbers.
     """
     agreements = {peer.name: Agreement() for peer in peers[1:] if peer.is_compared}
     last = peers[0]
@@ -110,8 +115,11 @@ def compare(peers: Sequence[Peer], tokens: Tensor, tolerance: Tolerance) -> dict
         for peer, theirs in zip(peers[1:], logits[1:], strict=True):
             if peer.is_compared:
                 agreements[peer.name].add(theirs, logits[0])
-    check_agreement(agreements, peers[0].name, tolerance)
-    return agreements
+    differing = disagreements(agreements, peers[0].name, tolerance)
+    for peer in peers[1:]:
+        if peer.name in differing and not peer.is_other_engine:
+            raise ResultsDiffer(differing[peer.name])
+    return agreements, differing
 
 
 def race(

@@ -148,7 +148,8 @@ def test_a_cpu_with_avx2_shares_from_a_few_rows_on(rows, prefix_len, expected):
     ("rows", "prefix_len", "dtype", "expected"),
     [
         (1, 16, "float32", "per_row"),
-        (1, 128, "bfloat16", "cascade"),
+        (1, 128, "bfloat16", "per_row"),
+        (1, 8192, "bfloat16", "cascade"),
         (4, 4096, "float32", "cascade"),
         (16, 4096, "float32", "cascade"),
         (16, 4096, "bfloat16", "cascade"),
