@@ -86,6 +86,7 @@ class DecodeAttention:
         )
         longest += sum(of_segments)
         self._tokens = np.arange(max(num_segment_tokens, default=0))
+        self._tokens_at = self._tokens.ctypes.data
         # queries; keys and values of as many tokens, and their products; scores, sums, totals
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
         parts += [ratio * longest, ratio * value_width, totals]
@@ -149,7 +150,7 @@ class DecodeAttention:
         keys, values, rows = segment
         return [
             *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
-            *(self._tokens.ctypes.data, keys.shape[1], 0 if rows is None else rows.ctypes.data),
+            *(self._tokens_at, keys.shape[1], 0 if rows is None else rows.ctypes.data),
         ]
 
     def _take(self, states: Sequence[GroupStates]) -> None:
