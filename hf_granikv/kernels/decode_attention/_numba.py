@@ -24,8 +24,10 @@ from hf_granikv.kernels._numba_vectors import (
     largest_of,
     load,
     load_bfloat16,
+    mul,
     prefetch,
     store,
+    sub,
     sum_of,
     sums_of_rows,
 )
@@ -126,9 +128,10 @@ def _add(sums, ratio, values, num_tokens, width, weights, weights_row):  # type:
 @njit(**OPTIONS)
 def _weigh(scores, num_bytes, peak):  # type: ignore[no-untyped-def]
     """Turns scores into weights; gives their sum."""
-    factor, below, total = full(_F(LOG2_E)), full(-peak * _F(LOG2_E)), full(_F(0))
+    factor, highest, total = full(_F(LOG2_E)), full(peak), full(_F(0))
     for at in range(scores, scores + num_bytes, 64):
-        weights = exp2_of_negative(fma(load(at), factor, below))
+        # rounded after the difference, as for states and sinks
+        weights = exp2_of_negative(mul(sub(load(at), highest), factor))
         store(at, weights)
         total = add(total, weights)
     return sum_of(total)
