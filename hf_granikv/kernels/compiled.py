@@ -4,7 +4,7 @@ import ctypes
 import logging
 import os
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,16 +36,19 @@ def load(module_name: str) -> Any:
         return f"{SWITCH}=0 is set"
     if find_spec("numba") is None:
         return "numba is not installed (pip install 'hf-granikv[cpu]')"
-    if _numbers(version := metadata.version("numba")) < _NUMBA:
-        return f"numba {version} is installed, which is too old (pip install 'hf-granikv[cpu]')"
     if _openmp() is None:
         return "this build of torch does not run on GNU OpenMP"
     try:
+        numba = import_module("numba")
+        if numba.config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT=1 is set"
+        if _numbers(version := numba.__version__) < _NUMBA:
+            return f"numba {version} is too old (pip install --upgrade 'hf-granikv[cpu]')"
         return import_module(module_name)
     # a numba that cannot be imported beside this numpy, a cache that cannot be read
     except Exception as error:
         logger.warning("Compiled kernels are not used, numba fails: %s", error)
-        return f"numba fails: {error}"
+        return f"numba fails: {' '.join(str(error).split())}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -54,7 +57,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @cache
 def register_symbols() -> None:
-    """Lets compiled code ask for its thread and their number; to be called before numba compiles or loads any."""
+    """Lets compiled code ask for its threads; to be called before numba compiles or loads any."""
     from llvmlite import binding
 
     openmp = _openmp()

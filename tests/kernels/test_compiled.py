@@ -1,9 +1,10 @@
 """What is kept of compiled kernels, and what an installation may lack."""
 
 import ctypes
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -73,12 +74,34 @@ def test_without_a_folder_to_write_to_each_process_compiles(
     assert not list(tmp_path.rglob("*.nbc"))
 
 
+def test_numba_without_its_compiler_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    assert why_not() == "NUMBA_DISABLE_JIT=1 is set"
+
+
 @pytest.mark.parametrize("version", ["0.61.2", "0.9.0rc1"])
 def test_an_old_numba_is_named_and_not_used(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr("numba.__version__", version)
+    assert f"numba {version} is too old" in why_not()
+
+
+def why_not() -> str:
     compiled.load.cache_clear()
     try:
-        why = compiled.load("hf_granikv.kernels.decode_attention._numba")
+        return str(compiled.load("hf_granikv.kernels.decode_attention._numba"))
     finally:
         compiled.load.cache_clear()
-    assert f"numba {version} is installed" in why
+
+
+def test_a_cpu_without_tiles_gets_an_error_where_llvm_would_end_the_process() -> None:
+    code = "import hf_granikv.kernels.shared_attention._tiles"
+    names = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **names},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "ImportError: this CPU has no avx512f" in run.stderr

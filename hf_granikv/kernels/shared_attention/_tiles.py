@@ -19,6 +19,7 @@ from hf_granikv.kernels._numba_tiles import (
     store_pairs,
     store_tile,
     transpose_pairs,
+    unsupported_reasons,
 )
 from hf_granikv.kernels._numba_types import OPTIONS, c_function, float32_at, uint16_at
 from hf_granikv.kernels._numba_vectors import (
@@ -35,6 +36,9 @@ from hf_granikv.kernels._numba_vectors import (
 )
 from hf_granikv.kernels.compiled import NUM_THREADS, THREAD_NUM, register_symbols
 
+# LLVM would end the process
+if reasons := unsupported_reasons():
+    raise ImportError(", ".join(reasons))
 register_symbols()
 _thread_num = ExternalFunction(THREAD_NUM, types.int32())
 _num_threads = ExternalFunction(NUM_THREADS, types.int32())
