@@ -37,7 +37,8 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
         step.private.num_kv_heads,
         query.device,
         step.window,
-        rule.softcap is not None,
+        rule.scale,
+        rule.softcap,
     )
     work = scratch.get(key)
     if work is None:

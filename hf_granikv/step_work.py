@@ -11,13 +11,15 @@ from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend
-from hf_granikv.backends.per_row import PerRowBackend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
 from hf_granikv.views import GroupShape, LayerStep, PrefixPart, dtype_name
 from hf_granikv.windows import PrefixView, prefix_view, suffix_view
+
+# where rows read a prefix as if it was their own
+_PASS = "in one pass with the rows' own tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +179,16 @@ def _prepare_part(
         decision = _dispatcher(plan.dispatch).choose(shape, str(query.device))
         plan.journal.reckoning = decision.origin
         backend, tensors = BACKENDS[decision.backend_name], common_keys(part, view)
-        in_pass = has_pass and isinstance(backend, PerRowBackend)
+        in_pass = has_pass and backend.is_by_row
+        of_rows = query if rows is None else query[rows]
+        kernel = _PASS if in_pass else backend.kernel(of_rows, *tensors)
         note = _notes(step).add(
             decision.backend_name,
             (part_idx, shape),
-            partial(_described, shape, decision, in_pass=in_pass),
+            partial(_described, shape, decision, kernel),
             is_timed=query.is_cpu or plan.journal.times_accelerators,
         )
         if not in_pass:
-            of_rows = query if rows is None else query[rows]
             planned = partial(backend.planned, scale=rule.scale, softcap=rule.softcap)
             attend = planned(of_rows, *tensors)
     fringe_mask = None if view is None else _ready(view.fringe_mask, query)
@@ -248,13 +251,13 @@ def _dispatcher(choice: str) -> Dispatcher:
     return Dispatcher(choice, backends=BACKENDS)
 
 
-def _described(shape: GroupShape, decision: Decision, *, in_pass: bool) -> str:
+def _described(shape: GroupShape, decision: Decision, kernel: str) -> str:
     predicted = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in decision.predicted_s.items())
     refused = "".join(
         f"; {name} refused: {', '.join(why)}" for name, why in decision.refused.items()
     )
-    beside = ", in one pass with the rows' own tokens" if in_pass else ""
-    return f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}{beside}"
+    text = f"{_sized(shape)}, {decision.regime}-bound, predicted per layer: {predicted}{refused}"
+    return f"{text}, {kernel}" if kernel else text
 
 
 def _sized(shape: GroupShape) -> str:

@@ -78,6 +78,16 @@ def test_training_through_the_attention_gives_the_gradients_of_eager(tiny_model:
     torch.testing.assert_close(grads[0], grads[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dispatch", ["per_row", "cascade", "batched_gemm"])
+def test_each_layer_may_have_a_scale_of_its_own(dispatch: str) -> None:
+    """What is worked out once for a step had the scale of its first layer."""
+    options = {"scale_attn_by_inverse_layer_idx": True, "n_layer": 4}
+    family = Family("GPT2Config", options, base=SHARED_PATH["gpt2"].base)
+    model, rows = family.model(attn_implementation="granikv"), whole(suffixes(3, 7, 0))
+    cache = prefilled(model, dispatch=dispatch)
+    assert new_tokens(model, left_padded(rows), **cached(cache)) == alone(model, rows)
+
+
 WITHOUT_INTERFACE: dict[str, dict[str, Any]] = {
     "BloomConfig": {"n_layer": 2, "n_head": 4, "hidden_size": 32},
     "MptConfig": {"n_layers": 2, "n_heads": 4, "d_model": 32},

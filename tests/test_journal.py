@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import SHARED_PATH
 from prompts import (
     PREFIX,
     cached,
@@ -101,6 +102,13 @@ def test_every_group_of_a_batch_is_shown_with_its_path(model: PreTrainedModel) -
     assert lines[at + 1].startswith("  3 rows x 1 tokens over 20, ")
     assert lines[at + 2].startswith("  1 rows x 1 tokens over 30, ")
     assert all("; measured " in line for line in lines[at + 1 : at + 3])
+
+
+def test_a_bfloat16_prefix_that_is_not_read_in_tiles_has_its_reason() -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv").bfloat16()
+    cache = prefilled(model, dispatch="cascade")
+    new_tokens(model, left_padded(whole(suffixes(3, 7))), num_new=2, **cached(cache))
+    assert re.search(r", not in AMX tiles \(.+\); measured", cache.explain())
 
 
 def test_a_refusal_stands_with_its_reason(tiny_model: Build) -> None:

@@ -16,9 +16,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], AttentionState]
 
 
 class PrefixBackend(ABC):
-    """Attends from the rows of one group to the prefix that they share."""
+    """Attends from the rows of one group to the prefix that they share.
+
+    Attributes:
+        name: The module's.
+        is_by_row: Whether each row reads the prefix by itself, as it reads its own tokens.
+    """
 
     name: ClassVar[str]
+    is_by_row: ClassVar[bool] = False
 
     def unsupported_reasons(self, shape: GroupShape) -> list[str]:
         """Gives every reason why this backend cannot serve the group; none = it can."""
@@ -51,6 +57,10 @@ class PrefixBackend(ABC):
             Stacked states by kv head: out `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len,
             value_dim]` and lse `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len]`, any strides.
         """
+
+    def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
+        """Says which of its kernels serves these tensors, and why no better one; "" if it has one."""
+        return ""
 
     def planned(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None

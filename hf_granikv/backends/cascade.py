@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_granikv.backends.base import (
@@ -53,6 +54,13 @@ class CascadeBackend(PrefixBackend):
         packed = pack_queries(query, keys.shape[0])
         states = flash_shared_attention(packed, keys, values, scale=scale)
         return of_rows(*states, query.shape[0])
+
+    def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
+        """Names the tiles, or why they are not used; nothing where there can be none."""
+        if not query.is_cpu or query.dtype != torch.bfloat16:
+            return ""
+        reasons = unsupported_reasons(query, keys, values)
+        return f"not in AMX tiles ({', '.join(reasons)})" if reasons else "in AMX tiles"
 
     def planned(
         self,

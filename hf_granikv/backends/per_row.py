@@ -14,6 +14,7 @@ class PerRowBackend(PrefixBackend):
     """Expands the prefix over the rows with stride 0: one launch, but one read per row."""
 
     name: ClassVar[str] = "per_row"
+    is_by_row: ClassVar[bool] = True
 
     def work(self, shape: GroupShape) -> Work:
         """Counts one read of the prefix per row."""

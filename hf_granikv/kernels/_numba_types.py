@@ -1,15 +1,43 @@
 """What numba lacks: bfloat16, pointers from addresses, functions that become vector operations."""
 
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 # neither NaN nor infinity is excluded: an empty part has -inf
 FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
+OPTIONS: dict[str, Any] = {"fastmath": FAST_MATH, "error_model": "numpy"}
+
+_FOLDER = Path(__file__).parent
+
+
+def c_function(function: Callable[..., None]) -> Any:
+    """Compiles what takes a pointer to int64, with all that it calls, and keeps it on disk.
+
+    Numba compiles anew when the file of the function has changed; here also when others have. What
+    it calls must not be kept by itself.
+    """
+    function.__qualname__ += f".{_sources()}"
+    signature = types.void(types.CPointer(types.int64))
+    try:
+        return cfunc(signature, cache=True, **OPTIONS)(function)
+    except RuntimeError:
+        # no folder to keep it in: each process compiles it
+        return cfunc(signature, **OPTIONS)(function)
+
+
+def _sources() -> str:
+    digest = sha256()
+    for path in sorted(_FOLDER.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _constant(value: int) -> Any:
@@ -73,7 +101,7 @@ def _larger(typing_context: Any, a: Any, b: Any) -> Any:
 larger: Any = _larger
 
 
-@njit(fastmath=FAST_MATH, error_model="numpy", cache=True)
+@njit(**OPTIONS)
 def exp_of_negative(x: Any) -> Any:
     """E to the power of a float32 that is not positive, to 2e-7; -inf gives 1e-38.
 

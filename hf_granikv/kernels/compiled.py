@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# older ones come with an LLVM that reads pointers otherwise; as in pyproject.toml
+_NUMBA = (0, 62)
+
 # an environment variable: 0 leaves everything to torch
 SWITCH = "HF_GRANIKV_COMPILED"
-# the name under which compiled code asks for the number of its thread
-THREAD_NUM = "hf_granikv_thread_num"
+# the names under which compiled code asks for the number of its thread, and how many there are
+THREAD_NUM, NUM_THREADS = "hf_granikv_thread_num", "hf_granikv_num_threads"
 
 
 @cache
@@ -36,29 +39,40 @@ def load(module_name: str) -> Any:
     if _openmp() is None:
         return "this build of torch does not run on GNU OpenMP"
     try:
+        numba = import_module("numba")
+        if numba.config.DISABLE_JIT:
+            return "NUMBA_DISABLE_JIT=1 is set"
+        if _numbers(version := numba.__version__) < _NUMBA:
+            return f"numba {version} is too old (pip install --upgrade 'hf-granikv[cpu]')"
         return import_module(module_name)
-    except (
-        Exception
-    ) as error:  # a numba that cannot be imported beside this numpy, no place for a cache
+    # a numba that cannot be imported beside this numpy, a cache that cannot be read
+    except Exception as error:
         logger.warning("Compiled kernels are not used, numba fails: %s", error)
-        return f"numba fails: {error}"
+        return f"numba fails: {' '.join(str(error).split())}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])
 
 
 @cache
 def register_symbols() -> None:
-    """Lets compiled code ask for its thread; to be called before numba compiles or loads any."""
+    """Lets compiled code ask for its threads; to be called before numba compiles or loads any."""
     from llvmlite import binding
 
     openmp = _openmp()
     assert openmp is not None, "load says so"
-    binding.add_symbol(THREAD_NUM, ctypes.cast(openmp.omp_get_thread_num, ctypes.c_void_p).value)
+    functions = {THREAD_NUM: openmp.omp_get_thread_num, NUM_THREADS: openmp.omp_get_num_threads}
+    for name, function in functions.items():
+        binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
 def run(task: int, arguments: "array[int]", num_threads: int) -> None:
-    """Calls a compiled function in each of `num_threads` threads.
+    """Calls a compiled function in each of up to `num_threads` threads.
 
     They are the threads that torch itself uses: others would compete with those, which go on
-    spinning for a while after each of its operations.
+    spinning for a while after each of its operations. There may be fewer of them, as where
+    `OMP_THREAD_LIMIT` says so: a function shares its work among as many as it finds.
 
     Args:
         task: Address of a C function that takes a pointer to int64.

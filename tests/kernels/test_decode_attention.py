@@ -256,6 +256,16 @@ def test_the_number_of_threads_does_not_matter(num_threads):
         torch.set_num_threads(before)
 
 
+def test_a_team_may_have_fewer_threads_than_were_asked_for(monkeypatch):
+    """As under `OMP_THREAD_LIMIT`: the rows of the missing ones were left out."""
+    rows, run = Rows(torch.float32), compiled.run
+    expected = rows.attend()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(compiled, "run", lambda task, numbers, threads: run(task, numbers, 1))
+
+    assert torch.equal(rows.attend(), expected)
+
+
 def refusals(query: Tensor, rows: Rows) -> str:
     return "; ".join(unsupported_reasons(query, rows.private()))
 
@@ -264,6 +274,7 @@ def test_what_it_cannot_serve_is_refused():
     rows = Rows(torch.float32)
 
     assert "one query per row" in refusals(rows.query.expand(-1, -1, 2, -1), rows)
+    assert "and some rows" in refusals(rows.query[:0], rows)
     assert "float16" in refusals(rows.query.half(), rows)
     assert "of one dtype" in refusals(rows.query.bfloat16(), rows)
     with torch.enable_grad():

@@ -3,6 +3,7 @@ import torch
 from oracle import assert_close, reference
 
 from hf_granikv.backends.base import of_rows
+from hf_granikv.kernels import compiled
 from hf_granikv.kernels.merge_states import merge_states
 from hf_granikv.kernels.shared_attention import TiledAttention, unsupported_reasons
 from hf_granikv.views import AttentionState
@@ -71,6 +72,15 @@ def test_pieces_for_threads_hold_every_token_once(monkeypatch, threads, length):
     check(*draw(4, 6, 3, 1, length, 64))
 
 
+def test_a_team_may_have_fewer_threads_than_were_asked_for(monkeypatch):
+    """As under `OMP_THREAD_LIMIT`: what the missing ones would have done was left out."""
+    run = compiled.run
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(compiled, "run", lambda task, numbers, threads: run(task, numbers, 1))
+
+    check(*draw(4, 6, 3, 1, 2000, 64))
+
+
 def test_reads_tensors_as_they_lie():
     query, keys, values = draw(5, 6, 3, 2, 300, 64)
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
@@ -130,6 +140,7 @@ def test_torch_multiplies_rightly_before_and_after():
         (lambda t: t[..., :40], "64, 128"),
         (lambda t: torch.stack([t, t], -1)[..., 0], "side by side"),
         (lambda t: t[..., :0, :], "and some"),
+        (lambda t: t[:0] if t.ndim == 4 else t, "no query"),
     ],
 )
 def test_what_it_cannot_do_is_said(change, reason):

@@ -29,8 +29,8 @@ def unsupported_reasons(query: Tensor, private: PrivateTokens) -> list[str]:
         reasons.append("tensors are not of one dtype on a CPU")
     if query.dtype not in _DTYPES:
         reasons.append(f"it takes bfloat16 and float32, not {query.dtype}")
-    if query.shape[2] != 1:
-        reasons.append("it takes one query per row")
+    if query.shape[2] != 1 or not len(query):
+        reasons.append("it takes one query per row, and some rows")
     if private.storages is None:
         reasons.append("the model has changed keys or values")
     if torch.is_grad_enabled():
@@ -94,7 +94,7 @@ class DecodeAttention:
         self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
         # the order is that of the names in _numba.py
         sizes = [
-            *(num_rows, num_kv_heads, ratio, key_dim, value_dim, self._threads),
+            *(num_rows, num_kv_heads, ratio, key_dim, value_dim),
             *(self._slots.ctypes.data, self._slots.shape[1], spans.ctypes.data),
             *(self._scale.ctypes.data, key_width, value_width, 4 * longest),
             *(self._scratch.data_ptr(), size, *places),

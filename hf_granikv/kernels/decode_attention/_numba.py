@@ -1,15 +1,14 @@
 """The compiled `decode_attention`: a row and key/value head is one unit of work for a thread."""
 
-from typing import Any
-
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core.types import ExternalFunction
 
 from hf_granikv.kernels._numba_types import (
-    FAST_MATH,
+    OPTIONS,
     as_element,
     as_float,
+    c_function,
     exp_of_negative,
     float32_at,
     int64_at,
@@ -25,18 +24,20 @@ from hf_granikv.kernels._numba_vectors import (
     largest_of,
     load,
     load_bfloat16,
+    mul,
     prefetch,
     store,
+    sub,
     sum_of,
     sums_of_rows,
 )
-from hf_granikv.kernels.compiled import THREAD_NUM, register_symbols
+from hf_granikv.kernels.compiled import NUM_THREADS, THREAD_NUM, register_symbols
 from hf_granikv.kernels.decode_attention._numba_states import add_states, peak_of_states
 
 register_symbols()
 _thread_num = ExternalFunction(THREAD_NUM, types.int32())
+_num_threads = ExternalFunction(NUM_THREADS, types.int32())
 _F = np.float32
-_OPTIONS: dict[str, Any] = {"fastmath": FAST_MATH, "error_model": "numpy", "cache": True}
 
 # numbers of a vector; rows of scratch memory are whole vectors wide
 LANES = 16
@@ -45,14 +46,14 @@ AHEAD = 32
 LOG2_E = 1.4426950408889634
 
 # positions in the arguments, all int64; strides count elements, but those of scratch memory bytes
-ROWS, HEADS, RATIO, KEY_DIM, VALUE_DIM, THREADS, SLOTS, SLOTS_ROW = range(8)
-SPANS, SCALE, KEY_WIDTH, VALUE_WIDTH, SCORES_ROW, SCRATCH, SCRATCH_SIZE = range(8, 15)
+ROWS, HEADS, RATIO, KEY_DIM, VALUE_DIM, SLOTS, SLOTS_ROW = range(7)
+SPANS, SCALE, KEY_WIDTH, VALUE_WIDTH, SCORES_ROW, SCRATCH, SCRATCH_SIZE = range(7, 14)
 # where the parts of a thread's scratch memory begin, behind the queries
-AT_KEYS, AT_VALUES, AT_PRODUCTS, AT_SCORES, AT_SUMS, AT_TOTALS = range(15, 21)
-QUERY, QUERY_ROW, QUERY_HEAD = range(21, 24)
-KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(24, 30)
-OUT, SINKS, NUM_SEGMENTS, SEGMENTS, NUM_STATES = range(30, 35)
-NUM_ARGUMENTS = 35
+AT_KEYS, AT_VALUES, AT_PRODUCTS, AT_SCORES, AT_SUMS, AT_TOTALS = range(14, 20)
+QUERY, QUERY_ROW, QUERY_HEAD = range(20, 23)
+KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(23, 29)
+OUT, SINKS, NUM_SEGMENTS, SEGMENTS, NUM_STATES = range(29, 34)
+NUM_ARGUMENTS = 34
 # of each segment; the slots are 0, 1, 2, ...
 SEGMENT_KEYS, SEGMENT_KEYS_HEAD, SEGMENT_KEYS_TOKEN = range(3)
 SEGMENT_VALUES, SEGMENT_VALUES_HEAD, SEGMENT_VALUES_TOKEN = range(3, 6)
@@ -62,7 +63,7 @@ NUM_SEGMENT_ARGUMENTS = 9
 MAX_ARGUMENTS = 1 << 20
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _vector(address, like):  # type: ignore[no-untyped-def]
     """16 elements at an address."""
     if like.itemsize == 2:
@@ -70,7 +71,7 @@ def _vector(address, like):  # type: ignore[no-untyped-def]
     return load(address)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _widen(rows, stride, slots, dim, to, width, like):  # type: ignore[no-untyped-def]
     """Puts the elements in some slots, as float32, to rows of `width` numbers."""
     whole = dim // LANES * LANES
@@ -84,14 +85,14 @@ def _widen(rows, stride, slots, dim, to, width, like):  # type: ignore[no-untype
             wide[e] = as_float(rest[e])
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _prefetch(rows, stride, slots, num_bytes):  # type: ignore[no-untyped-def]
     for j in range(len(slots)):
         for offset in range(0, num_bytes, 64):
             prefetch(rows + slots[j] * stride + offset)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _score(queries, ratio, keys, num_tokens, width, products, scores, scores_row):  # type: ignore[no-untyped-def]
     """Scores of up to 16 tokens; those that are none get the lowest of all."""
     for i in range(ratio):
@@ -107,7 +108,7 @@ def _score(queries, ratio, keys, num_tokens, width, products, scores, scores_row
         store(scores + i * scores_row, sums_of_rows(products))
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _add(sums, ratio, values, num_tokens, width, weights, weights_row):  # type: ignore[no-untyped-def]
     """Adds up to 16 weighted values to the sum of each query."""
     for i in range(ratio):
@@ -124,18 +125,19 @@ def _add(sums, ratio, values, num_tokens, width, weights, weights_row):  # type:
             store(at, add(even, odd))
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _weigh(scores, num_bytes, peak):  # type: ignore[no-untyped-def]
     """Turns scores into weights; gives their sum."""
-    factor, below, total = full(_F(LOG2_E)), full(-peak * _F(LOG2_E)), full(_F(0))
+    factor, highest, total = full(_F(LOG2_E)), full(peak), full(_F(0))
     for at in range(scores, scores + num_bytes, 64):
-        weights = exp2_of_negative(fma(load(at), factor, below))
+        # rounded after the difference, as for states and sinks
+        weights = exp2_of_negative(mul(sub(load(at), highest), factor))
         store(at, weights)
         total = add(total, weights)
     return sum_of(total)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _peak(args, row, head, i, scores, num_bytes):  # type: ignore[no-untyped-def]
     """The largest score or log-sum-exp that one query meets."""
     highest = full(_F(-np.inf))
@@ -145,7 +147,7 @@ def _peak(args, row, head, i, scores, num_bytes):  # type: ignore[no-untyped-def
     return peak_of_states(states, args[NUM_STATES], row, head, i, peak)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _finish(args, row, head, i, scores, num_bytes, out):  # type: ignore[no-untyped-def]
     """Weighs the scores of one query, and starts its sum with what the prefixes gave.
 
@@ -170,7 +172,7 @@ def _finish(args, row, head, i, scores, num_bytes, out):  # type: ignore[no-unty
     return total
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-def]
     """Puts the queries of one row and head, times the scale, to rows of `width` numbers."""
     scale = carray(float32_at(args[SCALE]), (1,))[0]
@@ -183,7 +185,7 @@ def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-
             queries[i, e] = as_float(query[e]) * scale
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _score_all(args, keys, stride, slots, scores, area, like):  # type: ignore[no-untyped-def]
     """Scores of the tokens in some slots; gives where those of others go."""
     wide, products, width = area + args[AT_KEYS], area + args[AT_PRODUCTS], args[KEY_WIDTH]
@@ -197,7 +199,7 @@ def _score_all(args, keys, stride, slots, scores, area, like):  # type: ignore[n
     return scores
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _add_all(args, values, stride, slots, weights, area, like):  # type: ignore[no-untyped-def]
     """Adds the weighted values in some slots; gives where the weights of others are."""
     wide, sums, width = area + args[AT_VALUES], area + args[AT_SUMS], args[VALUE_WIDTH]
@@ -212,7 +214,7 @@ def _add_all(args, values, stride, slots, weights, area, like):  # type: ignore[
     return weights
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _segment(args, number, row):  # type: ignore[no-untyped-def]
     """A segment, and the slots of its tokens: none where the row does not read it."""
     at = args[SEGMENTS] + 8 * NUM_SEGMENT_ARGUMENTS * number
@@ -224,7 +226,7 @@ def _segment(args, number, row):  # type: ignore[no-untyped-def]
     return segment, slots
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _attend_unit(args, row, head, area, like):  # type: ignore[no-untyped-def]
     """Attends from the queries of one row and head."""
     ratio, size, dim = args[RATIO], like.itemsize, args[VALUE_DIM]
@@ -261,10 +263,10 @@ def _attend_unit(args, row, head, area, like):  # type: ignore[no-untyped-def]
             out[i, e] = as_element(total[e] * share, out)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _attend(args, like):  # type: ignore[no-untyped-def]
     """Does the share of one thread; `like` is an array of the kind of elements that are read."""
-    heads, threads, thread = args[HEADS], args[THREADS], np.int64(_thread_num())
+    threads, thread, heads = np.int64(_num_threads()), np.int64(_thread_num()), args[HEADS]
     num_units, area = args[ROWS] * heads, args[SCRATCH] + thread * args[SCRATCH_SIZE]
     # it is read beyond the last element of a row
     for at in range(area, area + args[SCRATCH_SIZE], 64):
@@ -273,13 +275,13 @@ def _attend(args, like):  # type: ignore[no-untyped-def]
         _attend_unit(args, unit // heads, unit % heads, area, like)
 
 
-@cfunc(types.void(types.CPointer(types.int64)), **_OPTIONS)
+@c_function
 def attend_bfloat16(pointer):  # type: ignore[no-untyped-def]
     """`_attend` for bfloat16."""
     _attend(carray(pointer, (MAX_ARGUMENTS,)), np.empty(0, np.uint16))
 
 
-@cfunc(types.void(types.CPointer(types.int64)), **_OPTIONS)
+@c_function
 def attend_float32(pointer):  # type: ignore[no-untyped-def]
     """`_attend` for float32."""
     _attend(carray(pointer, (MAX_ARGUMENTS,)), np.empty(0, np.float32))

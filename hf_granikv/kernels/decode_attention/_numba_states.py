@@ -1,12 +1,10 @@
 """What states of prefixes add to one query, in the compiled `decode_attention`."""
 
-from typing import Any
-
 import numpy as np
 from numba import carray, njit
 
 from hf_granikv.kernels._numba_types import (
-    FAST_MATH,
+    OPTIONS,
     as_float,
     exp_of_negative,
     float32_at,
@@ -16,7 +14,6 @@ from hf_granikv.kernels._numba_types import (
 )
 
 _F = np.float32
-_OPTIONS: dict[str, Any] = {"fastmath": FAST_MATH, "error_model": "numpy", "cache": True}
 
 # positions in the numbers of one state, all int64; strides count elements
 NUM_PIECES, STATE_OUT, STATE_PIECE, STATE_ROW, STATE_HEAD, STATE_QUERY = range(6)
@@ -24,27 +21,27 @@ STATE_LSE, LSE_PIECE, LSE_ROW, LSE_HEAD, LSE_QUERY, STATE_IS_FLOAT, STATE_ROWS =
 NUM_STATE_ARGUMENTS = 13
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _add_one(out, value, weight):  # type: ignore[no-untyped-def]
     for e in range(out.shape[0]):
         out[e] += weight * as_float(value[e])
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _row_of_state(state, row):  # type: ignore[no-untyped-def]
     if state[STATE_ROWS] == 0:
         return row
     return carray(int64_at(state[STATE_ROWS]), (row + 1,))[row]
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _lse(state, piece, row, head, i):  # type: ignore[no-untyped-def]
     at = piece * state[LSE_PIECE] + row * state[LSE_ROW]
     at += head * state[LSE_HEAD] + i * state[LSE_QUERY]
     return carray(float32_at(state[STATE_LSE] + 4 * at), (1,))[0]
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def peak_of_states(states, num_states, row, head, i, peak):  # type: ignore[no-untyped-def]
     """The larger of a number and the largest log-sum-exp that one query meets."""
     for number in range(num_states):
@@ -56,7 +53,7 @@ def peak_of_states(states, num_states, row, head, i, peak):  # type: ignore[no-u
     return peak
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def add_states(states, num_states, row, head, i, out, peak, total):  # type: ignore[no-untyped-def]
     """Adds the states of the prefixes to one query's sum; gives the new total."""
     size = (len(out),)

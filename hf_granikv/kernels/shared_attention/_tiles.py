@@ -4,10 +4,8 @@ Scores are computed transposed, `[tokens, queries]`, so that keys go into tiles 
 softmax runs down the vectors, one query per lane. Weights are then transposed in registers.
 """
 
-from typing import Any
-
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core.types import ExternalFunction
 
 from hf_granikv.kernels._numba_tiles import (
@@ -21,8 +19,9 @@ from hf_granikv.kernels._numba_tiles import (
     store_pairs,
     store_tile,
     transpose_pairs,
+    unsupported_reasons,
 )
-from hf_granikv.kernels._numba_types import FAST_MATH, float32_at, uint16_at
+from hf_granikv.kernels._numba_types import OPTIONS, c_function, float32_at, uint16_at
 from hf_granikv.kernels._numba_vectors import (
     add,
     any_below_one,
@@ -35,21 +34,24 @@ from hf_granikv.kernels._numba_vectors import (
     store,
     sub,
 )
-from hf_granikv.kernels.compiled import THREAD_NUM, register_symbols
+from hf_granikv.kernels.compiled import NUM_THREADS, THREAD_NUM, register_symbols
 
+# LLVM would end the process
+if reasons := unsupported_reasons():
+    raise ImportError(", ".join(reasons))
 register_symbols()
 _thread_num = ExternalFunction(THREAD_NUM, types.int32())
+_num_threads = ExternalFunction(NUM_THREADS, types.int32())
 _F = np.float32
-_OPTIONS: dict[str, Any] = {"fastmath": FAST_MATH, "error_model": "numpy", "cache": True}
 
 # positions in the arguments, all int64; strides and sizes count bytes
-HEADS, RATIO, Q_LEN, QUERIES, KEY_DIM, VALUE_DIM, PIECES, LENGTH, THREADS = range(9)
-QUERY, QUERY_ROW, QUERY_HEAD, QUERY_TOKEN = range(9, 13)
-KEYS, KEYS_HEAD, KEYS_TOKEN, VALUES, VALUES_HEAD, VALUES_TOKEN = range(13, 19)
-OUT, LSE, SCALE, TILE_CONFIG, SCRATCH, SCRATCH_SIZE = range(19, 25)
+HEADS, RATIO, Q_LEN, QUERIES, KEY_DIM, VALUE_DIM, PIECES, LENGTH = range(8)
+QUERY, QUERY_ROW, QUERY_HEAD, QUERY_TOKEN = range(8, 12)
+KEYS, KEYS_HEAD, KEYS_TOKEN, VALUES, VALUES_HEAD, VALUES_TOKEN = range(12, 18)
+OUT, LSE, SCALE, TILE_CONFIG, SCRATCH, SCRATCH_SIZE = range(18, 24)
 # where the parts of a thread's scratch memory begin, and some sizes
-AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL = range(25, 31)
-NUM_ARGUMENTS = 31
+AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL = range(24, 30)
+NUM_ARGUMENTS = 30
 
 # a tile has 16 rows of 64 bytes
 TILE = 16
@@ -71,7 +73,7 @@ _add_46_to_2, _add_56_to_3 = add_product(2, 4, 6), add_product(3, 5, 6)
 _add_47_to_1, _add_47_to_3 = add_product(1, 4, 7), add_product(3, 4, 7)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _pack_queries(args, head, to):  # type: ignore[no-untyped-def]
     """Queries of one kv head as right operands: pairs of elements, 16 queries wide."""
     per_row, pairs = args[RATIO] * args[Q_LEN], args[KEY_DIM] // 2
@@ -87,7 +89,7 @@ def _pack_queries(args, head, to):  # type: ignore[no-untyped-def]
             packed[i // TILE, e, i % TILE, 1] = query[2 * e + 1]
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _pack_values(values, stride, dim, to):  # type: ignore[no-untyped-def]
     """A block of values as right operands: pairs of tokens, 16 elements wide."""
     for _ in range(BLOCK // 32):
@@ -101,7 +103,7 @@ def _pack_values(values, stride, dim, to):  # type: ignore[no-untyped-def]
         to += 64 * dim
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _score(keys, stride, queries, dim, to):  # type: ignore[no-untyped-def]
     """`[64 tokens, 16 queries]` of scores."""
     _clear0()
@@ -126,7 +128,7 @@ def _score(keys, stride, queries, dim, to):  # type: ignore[no-untyped-def]
     _store3(to + 3 * TILE_BYTES, 64)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _add_values(weights, values, dim, sums):  # type: ignore[no-untyped-def]
     """Adds the block's weighted values to `[16 queries, dim]`, 64 elements at a time."""
     stride = 4 * dim
@@ -155,13 +157,13 @@ def _add_values(weights, values, dim, sums):  # type: ignore[no-untyped-def]
         values += 4 * TILE_BYTES
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _prefetch(address, num_bytes):  # type: ignore[no-untyped-def]
     for offset in range(0, num_bytes, 64):
         prefetch(address + offset)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _weigh(scores, peaks, totals, scale, keys, key_bytes, values, value_bytes):  # type: ignore[no-untyped-def]
     """Turns scores into weights in bfloat16, where they are; gives the factor on earlier sums.
 
@@ -191,7 +193,7 @@ def _weigh(scores, peaks, totals, scale, keys, key_bytes, values, value_bytes): 
     return shrink
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _shrink(sums, dim, shrink, scratch):  # type: ignore[no-untyped-def]
     """Multiplies each row of `[16 queries, dim]` by its own factor."""
     store(scratch, shrink)
@@ -203,7 +205,7 @@ def _shrink(sums, dim, shrink, scratch):  # type: ignore[no-untyped-def]
             sums += 64
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _attend_block(args, keys, key_stride, values, value_stride, num_tokens, area):  # type: ignore[no-untyped-def]
     """Attends from all queries of a kv head to one block, of which `num_tokens` exist."""
     key_dim, value_dim = args[KEY_DIM], args[VALUE_DIM]
@@ -236,7 +238,7 @@ def _attend_block(args, keys, key_stride, values, value_stride, num_tokens, area
         totals += 64
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _attend_tail(args, keys, key_stride, values, value_stride, num_tokens, area):  # type: ignore[no-untyped-def]
     """Attends to a block that the prefix does not fill, in a copy with zeros behind."""
     copy = area + args[AT_TAIL]
@@ -253,7 +255,7 @@ def _attend_tail(args, keys, key_stride, values, value_stride, num_tokens, area)
     _attend_block(args, copy, strides[0], copied, strides[1], num_tokens, area)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _finish(args, unit, area):  # type: ignore[no-untyped-def]
     """Divides the sums by the totals, and writes what one unit found."""
     num_queries, dim = args[QUERIES], args[VALUE_DIM]
@@ -269,12 +271,12 @@ def _finish(args, unit, area):  # type: ignore[no-untyped-def]
         lse[i] = (peaks[i] + np.log2(totals[i])) * _F(LOG_2)
 
 
-@njit(**_OPTIONS)
+@njit(**OPTIONS)
 def _attend(args):  # type: ignore[no-untyped-def]
     """Does the share of one thread; units are ordered as the results: by piece, then by head."""
-    heads, pieces, threads = args[HEADS], args[PIECES], args[THREADS]
+    heads, pieces, num_units = args[HEADS], args[PIECES], args[HEADS] * args[PIECES]
     key_stride, value_stride = args[KEYS_TOKEN], args[VALUES_TOKEN]
-    num_units, thread = heads * pieces, np.int64(_thread_num())
+    threads, thread = np.int64(_num_threads()), np.int64(_thread_num())
     num_blocks = (args[LENGTH] + BLOCK - 1) // BLOCK
     num_tiles = (args[QUERIES] + TILE - 1) // TILE
     area = args[SCRATCH] + thread * args[SCRATCH_SIZE]
@@ -300,7 +302,7 @@ def _attend(args):  # type: ignore[no-untyped-def]
     release_tiles()
 
 
-@cfunc(types.void(types.CPointer(types.int64)), **_OPTIONS)
+@c_function
 def attend_bfloat16(pointer):  # type: ignore[no-untyped-def]
     """`_attend`."""
     _attend(carray(pointer, (NUM_ARGUMENTS,)))

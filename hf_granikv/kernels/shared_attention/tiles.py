@@ -28,6 +28,8 @@ def unsupported_reasons(query: Tensor, keys: Tensor, values: Tensor) -> list[str
         reasons.append("the numbers of a stored head do not lie side by side")
     if keys.shape[2] % 32 or values.shape[2] % 64 or not keys.shape[1]:
         reasons.append("it takes keys of 32, 64, ... numbers, values of 64, 128, ..., and some")
+    if not query.numel():
+        reasons.append("there is no query")
     return reasons
 
 
@@ -74,7 +76,7 @@ class TiledAttention:
         self._of_layer = slice(kernel.QUERY, kernel.OUT)
         num_of_layer = kernel.OUT - kernel.QUERY
         # the order is that of the names in _tiles.py
-        numbers = [*sizes, self._threads, *[0] * num_of_layer, *memory, *places]
+        numbers = [*sizes, *[0] * num_of_layer, *memory, *places]
         self._numbers = array("q", numbers)
 
     def run(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
