@@ -145,7 +145,7 @@ ARROWS: dict[str, set[str]] = {
         *("questions", "report", "roster"),
     },
     "demo_model": set(),
-    "demo": {"demo_model", "multi_agent", "prompts", "settings", "timing"},
+    "demo": {"cache", "demo_model", "multi_agent", "prompts", "settings", "timing"},
     "bench": {"demo_model", "live_rows"},
     "calibrating": {"backends", "dispatch", "kernels"},
     "explaining": {"backends", "calibrating", "dispatch", "layer_kinds"},

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import time
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# what an import takes that compiles nothing is less
+_SLOW_S = 3.0
 # older ones come with an LLVM that reads pointers otherwise; as in pyproject.toml
 _NUMBA = (0, 62)
 
@@ -44,11 +47,17 @@ def load(module_name: str) -> Any:
             return "NUMBA_DISABLE_JIT=1 is set"
         if _numbers(version := numba.__version__) < _NUMBA:
             return f"numba {version} is too old (pip install --upgrade 'hf-granikv[cpu]')"
-        return import_module(module_name)
+        start = time.perf_counter()
+        module = import_module(module_name)
     # a numba that cannot be imported beside this numpy, a cache that cannot be read
     except Exception as error:
         logger.warning("Compiled kernels are not used, numba fails: %s", error)
         return f"numba fails: {' '.join(str(error).split())}"
+    if (seconds := time.perf_counter() - start) > _SLOW_S:
+        logger.warning(
+            "Kernels were compiled, once on this machine: %s, %.0f s.", module_name, seconds
+        )
+    return module
 
 
 def _numbers(version: str) -> tuple[int, ...]:
