@@ -55,7 +55,9 @@ def load(module_name: str) -> Any:
         return f"numba fails: {' '.join(str(error).split())}"
     if (seconds := time.perf_counter() - start) > _SLOW_S:
         logger.warning(
-            "Kernels were compiled, once on this machine: %s, %.0f s.", module_name, seconds
+            "Compiled %s in %.0f s, kept on disk where there is a place for it.",
+            module_name,
+            seconds,
         )
     return module
 
