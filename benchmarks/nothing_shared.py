@@ -60,9 +60,9 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=25)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     return parser.parse_args()
 
