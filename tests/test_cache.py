@@ -94,6 +94,7 @@ def test_after_generate_the_cache_holds_all_but_the_last_token(
 def test_a_cropped_cache_goes_on_exactly(
     tiny_model: Callable[..., PreTrainedModel], attention: str, num_cropped: int
 ) -> None:
+    """huggingface/transformers #33378 and #47720: counts are negative, and reach into the prefix."""
     model = tiny_model("llama", attention)
     cache, history, later = prefilled(model), suffixes(7, 7), suffixes(3, 3, seed=300)
     step(model, cache, history)
@@ -109,6 +110,7 @@ def test_a_cropped_cache_goes_on_exactly(
 def test_a_crop_into_the_prefix_is_private(
     model: PreTrainedModel, cache: AsymmetricPagedCache
 ) -> None:
+    """huggingface/transformers #33378, where others read the same prefix."""
     other, bytes_before = cache.fork(), cache.stats().hot_bytes
     step(model, other, suffixes(2))
     cache.crop(-6)
@@ -162,6 +164,7 @@ def test_a_crop_may_be_given_as_a_tensor(
 def test_a_positive_crop_is_refused(
     model: PreTrainedModel, cache: AsymmetricPagedCache, has_prefix: bool
 ) -> None:
+    """huggingface/transformers #47720: it was a length once."""
     cache = cache if has_prefix else AsymmetricPagedCache(model.config)
     step(model, cache, suffixes(7))
     before = cache.stats(), cache.get_seq_length()
@@ -265,6 +268,7 @@ def test_rows_may_be_chosen_before_there_are_any(
 def test_a_fork_shares_the_prefix_and_nothing_else(
     model: PreTrainedModel, cache: AsymmetricPagedCache, copied: Callable[[Any], Any]
 ) -> None:
+    """huggingface/transformers #32681: a deep copy of a filled cache failed, or held it all twice."""
     history = suffixes(4, 4)
     step(model, cache, history)
     hot_bytes, twin = cache.stats().hot_bytes, copied(cache)

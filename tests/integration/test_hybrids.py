@@ -84,7 +84,10 @@ def one_alone(family: str, row: tuple[int, ...]) -> list[int]:
 def test_one_prefix_serves_batch_after_batch(
     tiny_model: Build, family: str, attention: str
 ) -> None:
-    """Of one row, three rows and five; of the prefix itself; and again."""
+    """Of one row, three rows and five; of the prefix itself; and again.
+
+    huggingface/transformers #45513: several tokens after a cached state lost that state.
+    """
     model = tiny_model(family, attention)
     cache = prefilled(model)
     before = stored(cache)
@@ -240,6 +243,7 @@ def test_a_plain_cache_can_be_reset_and_copied(model: PreTrainedModel, family: s
 def test_rows_of_different_length_are_refused_by_layer_and_change_nothing(
     model: PreTrainedModel, family: str, lengths: tuple[int, ...]
 ) -> None:
+    """huggingface/transformers #47086: states read pads as tokens."""
     cache, rows = prefilled(model), whole(suffixes(*lengths))
     kind = "conv" if family == "lfm2" else "hybrid" if family == "falcon_h1" else "linear_attention"
     with pytest.raises(ValueError, match=rf"layer 0 of {family} \({kind}\) .* equal length"):

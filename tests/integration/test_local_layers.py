@@ -96,6 +96,8 @@ def test_logits_stay_within_rounding_through_forwards_by_hand(
 def test_any_length_of_prefix_against_the_window(
     tiny_model: Build, family: str, prefix_len: int
 ) -> None:
+    """Rows that are exactly the prefix among them, alone too: raullenchai/Rapid-MLX #1124, where an
+    exact hit on a window that had gone round drifted."""
     model, ids = tiny_model(family), tokens(prefix_len, seed=3)
     held = prefilled(model, ids)
     for lengths in ((0, 1, 9), (0,), (12, 2)):

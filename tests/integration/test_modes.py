@@ -75,8 +75,11 @@ def test_a_mode_gives_the_tokens_of_no_cache(
     cache.check_integrity()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("keyword", ["past_key_values", "cache"])
 def test_both_keywords_of_generate_are_taken(model: PreTrainedModel, keyword: str) -> None:
+    """huggingface/transformers #48479 and microsoft/MInference #216: names that a version had changed
+    broke the caches of others."""
     if keyword not in (*cached(None), "past_key_values"):
         pytest.skip("this transformers version has no such keyword")
     rows = whole(suffixes(3, 7))
@@ -89,6 +92,7 @@ BEAMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "two_of_four": ((4,), {"num_beams": 4, "num_return_sequences": 2}),
     "two_ragged_prompts_by_three": ((3, 8), {"num_beams": 3}),
     "an_exact_prefix_among_them": ((0, 5), {"num_beams": 3, "num_return_sequences": 3}),
+    # huggingface/transformers #45510, #48700: a reorder that reached only the newest tokens
     "long_enough_to_grow": ((4, 2), {"num_beams": 3, "max_new_tokens": 40}),
     "length_penalty_and_early_end": (
         (4, 6),
@@ -119,6 +123,7 @@ def test_beam_search_gives_the_sequences_and_scores_of_no_cache(
 
 
 def test_beams_do_not_store_the_prompt_once_each(tiny_model: Build) -> None:
+    """huggingface/transformers #39682."""
     model, suffix = tiny_model("llama"), suffixes(30)
     cache = prefilled(model)
     new_tokens(model, left_padded(whole(suffix)), num_new=2, num_beams=4, **cached(cache))
@@ -246,6 +251,8 @@ def test_a_custom_loop_is_handed_the_cache(model: PreTrainedModel) -> None:
 
 @pytest.mark.smoke
 def test_batches_of_any_size_follow_one_prefill(model: PreTrainedModel) -> None:
+    """huggingface/transformers #28738 and #42960: every tensor was expanded for a batch, or the cache
+    served no smaller one than it was made for."""
     cache, pointers = prefilled(model), set()
     for num_rows, seed in ((3, 10), (5, 20), (1, 30)):
         rows = whole(suffixes(*range(1, num_rows + 1), seed=seed))
@@ -255,7 +262,7 @@ def test_batches_of_any_size_follow_one_prefill(model: PreTrainedModel) -> None:
 
 
 def test_an_answer_leaves_before_the_next_question(model: PreTrainedModel) -> None:
-    """Questions A, B, A: the third answer is the first."""
+    """Questions A, B, A: the third answer is the first. NVIDIA/kvpress #154 and #27."""
     cache, questions = prefilled(model), whole(suffixes(4, 6))
     answers = [
         new_tokens(model, left_padded([row]), **cached(cache)) for row in (*questions, questions[0])

@@ -97,8 +97,8 @@ def test_the_first_own_token_of_every_row_is_at_the_length_of_the_prefix(
 
 @pytest.mark.parametrize("dispatch", ["auto", "cascade", "batched_gemm", "per_row"])
 def test_many_copies_over_a_long_prefix_agree_and_are_counted(dispatch: str) -> None:
-    """Large batches over one prefix lost accuracy (vllm-project/vllm #22103), and nobody could see
-    which path they took (vllm-project/vllm #12395)."""
+    """Large batches over one prefix lost accuracy (vllm-project/vllm #22103 and #17652), and nobody
+    could see which path they took (vllm-project/vllm #12395 and #15647)."""
     prefix = tokens(2000, seed=6)
     one, other = whole(suffixes(4, 7), prefix)
     model = SHARED_PATH["llama"].model(attn_implementation="granikv", max_position_embeddings=4096)
@@ -112,7 +112,8 @@ def test_many_copies_over_a_long_prefix_agree_and_are_counted(dispatch: str) -> 
     assert dispatch == "auto" or steps == {dispatch: 4}
 
 
-# ---- scores of prompts: vllm-project/vllm #3914 and #8268, where they were cut off or shifted
+# ---- scores of prompts: vllm-project/vllm #3914 and #8268, NVIDIA/Model-Optimizer #1577, where they
+# ---- were cut off or shifted
 
 
 def test_a_loss_over_suffixes_is_that_of_whole_prompts(model: PreTrainedModel) -> None:

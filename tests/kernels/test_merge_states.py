@@ -102,6 +102,7 @@ def test_equal_parts_with_huge_scores_average():
 
 
 def test_permuted_strides_give_the_same_result(inputs):
+    """vllm-project/vllm #22003: sums in another memory order were read as if in this one."""
     query, keys, values = inputs
     a = part(query, keys[:, :, :60], values[:, :, :60])
     b = part(query, keys[:, :, 60:], values[:, :, 60:])
