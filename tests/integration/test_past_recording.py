@@ -142,7 +142,9 @@ def test_a_hybrid_refuses_by_layer_and_stays_as_it_is(
     start = PREFIX if has_prefix else []
     step(model, held, row)
     before = held.stats(), held.get_seq_length()
-    with pytest.raises(ValueError, match=rf"assisted decoding is not possible: layer 0 of {family}"):
+    with pytest.raises(
+        ValueError, match=rf"assisted decoding is not possible: layer 0 of {family}"
+    ):
         held.activate_past_recording()
     with pytest.raises(NotImplementedError, match="ask the cache"):
         held.layers[0].activate_past_recording()
@@ -162,9 +164,12 @@ def test_drafts_for_a_hybrid_are_refused_before_any_forward(
     held = prefilled(model) if has_prefix else AsymmetricPagedCache(model.config)
     before = held.stats()
     options = drafted(kind, "llama")
+    # transformers itself knows that recurrent states cannot be given back
+    stock = "not supported with stateful models"
+    ours = f"layer 0 of {family} .* Decode without candidates"
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
-        with pytest.raises(ValueError, match=rf"layer 0 of {family} .* Decode without candidates"):
+        with pytest.raises(ValueError, match=ours if family in CONVOLUTIONS else stock):
             new_tokens(model, left_padded([REPETITIVE]), **options, **cached(held))
     finally:
         hook.remove()

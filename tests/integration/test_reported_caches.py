@@ -314,9 +314,7 @@ STATEFUL = ("lfm2", "falcon_h1", "qwen3_next")
 
 @pytest.mark.parametrize("name", QUESTIONS)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", *STATEFUL])
-def test_a_cache_answers_as_the_stock_cache_does(
-    tiny_model: Build, family: str, name: str
-) -> None:
+def test_a_cache_answers_as_the_stock_cache_does(tiny_model: Build, family: str, name: str) -> None:
     if not hasattr(Cache, name):
         pytest.skip("this transformers version does not ask it")
     if name == "has_previous_state" and family not in STATEFUL:
