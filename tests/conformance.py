@@ -59,7 +59,8 @@ REFUSED_CELLS: dict[tuple[str, str], str] = {
 }
 # of scores and logits, against each row alone
 ATOL = 1e-4
-HYBRID_ATOL = 3e-3
+# `DynamicCache` is as far from uncached generation there: up to 1.5e-3
+WIDER_ATOL = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 3e-3)
 
 
 class Cell(NamedTuple):
@@ -96,8 +97,9 @@ def table() -> str:
         "`tests/integration/test_conformance.py`. Tiny random models in float32; tokens equal those of "
         "generation without a cache,",
         "each row alone, and scores, logits and scores of beams, where a mode returns them, lie within "
-        f"{ATOL:g} of its own{'' if HYBRID_ATOL == ATOL else f' (hybrids: {HYBRID_ATOL:g})'}.",
-        "Random numbers of a row are those that it draws alone.",
+        f"{ATOL:g} of its own",
+        f"({', '.join(f'{family}: {atol:g}' for family, atol in WIDER_ATOL.items())}). Random numbers "
+        "of a row are those that it draws alone.",
         "",
         "| families | kind |",
         "|---|---|",
@@ -131,7 +133,7 @@ def table() -> str:
                 "layout, another one from mode to mode and from family to family, and every layout in the "
                 "greedy mode. "
                 + " ".join(
-                    f"To {name} belong {', '.join(mode.layouts)}."
+                    f"Of {name}: {', '.join(mode.layouts)} alone."
                     for name, mode in MODES.items()
                     if mode.layouts
                 ),
