@@ -50,6 +50,10 @@ HYBRID_MODES: dict[str, Mode] = {
 # layers of gemma3n read ids, which embeddings do not tell
 REFUSED_CELLS: dict[tuple[str, str], str] = {
     ("gemma3n", "inputs_embeds"): "reads input_ids in its layers",
+    # by transformers itself
+    ("falcon_h1", "inputs_embeds"): "doesn't have its forwarding implemented",
+    ("zamba2", "inputs_embeds"): "doesn't have its forwarding implemented",
+    ("nemotron_h", "inputs_embeds"): "doesn't have its forwarding implemented",
     **{
         (family, mode): "stateful models|assisted decoding is not possible"
         for family in HYBRIDS
