@@ -1,6 +1,7 @@
 """What a prefix may be computed from."""
 
 from collections.abc import Collection, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,17 @@ def embedded(model: nn.Module, token_ids: NDArray[np.int64], *, like: Tensor) ->
 
     Returns:
         `[prefix_len, hidden_size]`, detached.
+
+    Raises:
+        ValueError: If layers read ids that embeddings do not tell, so that these are another prompt.
     """
+    for name, part in model.named_modules():
+        read_ids = getattr(part, "get_per_layer_inputs", None)
+        if read_ids is not None and "inputs_embeds" not in signature(read_ids).parameters:
+            raise ValueError(
+                f"inputs_embeds were given, and {name or 'the model'} ({type(part).__name__}) reads "
+                "input_ids in its layers, as the prefix was computed; pass input_ids."
+            )
     embed: Any = model.get_input_embeddings()  # type: ignore[operator]
     found: Tensor = embed(torch.from_numpy(token_ids).to(like.device)).detach()
     return found

@@ -8,101 +8,125 @@ from typing import Any
 import pytest
 import torch
 from conformance import (
+    ATOL,
+    CROSSED,
     DENSE_ROUTE,
     HYBRID_MODES,
     HYBRIDS,
     LAYOUTS,
     MODES,
+    REFUSED_CELLS,
     SERVED,
+    WIDER_ATOL,
+    Cell,
     Mode,
     attention_of,
+    cells,
     table,
 )
-from prompts import alone, cached, left_padded, new_tokens, prefilled, suffixes, whole
-from transformers import PreTrainedModel, set_seed
+from decoding_modes import Result, generated
+from prompts import cached, left_padded, prefilled, prefix_ids, suffixes, whole
+from transformers import PreTrainedModel
+
+from hf_granikv import AsymmetricPagedCache
 
 Build = Callable[..., PreTrainedModel]
 NUM_NEW = 10
 
 
+def named(cell: Cell) -> str:
+    return "-".join(cell)
+
+
 def options_of(family: str, mode: Mode) -> dict[str, Any]:
     options = dict(mode.options)
-    if options.get("assistant_model"):
-        options["assistant_model"] = assistant(family)
+    if "assistant_model" in options:
+        options["assistant_model"] = assistant_of(family)
     return options
 
 
 @cache
-def assistant(family: str) -> PreTrainedModel:
-    return SERVED[family].model(seed=3, attn_implementation="eager")
-
-
-def called(model: PreTrainedModel, mode: Mode, num_new: int, **options: Any) -> Any:
-    set_seed(11)
-    return model.generate(
-        **left_padded(whole(mode.rows())),
-        max_new_tokens=num_new,
-        return_dict_in_generate=True,
-        output_scores=mode.is_scored,
-        **{"do_sample": False, **options},
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", SERVED)
-def test_a_mode_is_exact_on_a_family(tiny_model: Build, family: str, mode: str) -> None:
-    held = check_mode(tiny_model, family, MODES[mode], atol=1e-4)
-    assert ("dense route" in held.explain()) == (family in DENSE_ROUTE)
-
-
-@pytest.mark.parametrize("mode", HYBRID_MODES)
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_a_mode_is_exact_on_a_hybrid(tiny_model: Build, family: str, mode: str) -> None:
-    check_mode(tiny_model, family, HYBRID_MODES[mode], atol=3e-3, num_new=4)
-
-
-def check_mode(
-    tiny_model: Build, family: str, way: Mode, *, atol: float, num_new: int = NUM_NEW
-) -> Any:
-    model, stock = tiny_model(family, attention_of(family)), tiny_model(family, "eager")
-    options, held = options_of(family, way), prefilled(model)
-    if way.is_ragged or way.is_drafted:
-        rows = whole(way.rows())
-        got = new_tokens(model, left_padded(rows), num_new=num_new, **cached(held), **options)
-        asked = {} if way.is_drafted else options
-        assert got == alone(stock, rows, num_new=num_new, **asked)
-    else:
-        want = called(stock, way, num_new, use_cache=False, **options)
-        got = called(model, way, num_new, **cached(held), **options)
-        assert got.sequences.tolist() == want.sequences.tolist()
-        for ours, theirs in zip(got.get("scores") or (), want.get("scores") or (), strict=True):
-            finite = theirs > -torch.inf
-            torch.testing.assert_close(ours[finite], theirs[finite], atol=atol, rtol=0)
-    held.check_integrity()
-    return held
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_a_layout_of_even_rows_is_exact_on_a_hybrid(
-    tiny_model: Build, family: str, layout: str
-) -> None:
-    model, rows = tiny_model(family, attention_of(family)), suffixes(5, 5)
-    got = new_tokens(model, LAYOUTS[layout](rows), num_new=4, **cached(prefilled(model)))
-    assert got == alone(tiny_model(family, "eager"), whole(rows), num_new=4)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", SERVED)
-def test_a_layout_is_exact_on_a_family(tiny_model: Build, family: str, layout: str) -> None:
-    model, rows = tiny_model(family, attention_of(family)), suffixes(3, 7, 5)
-    got = new_tokens(model, LAYOUTS[layout](rows), **cached(prefilled(model)))
-    assert got == expected(family)
+def assistant_of(family: str) -> PreTrainedModel:
+    return {**SERVED, **HYBRIDS}[family].model(seed=3, attn_implementation="eager")
 
 
 @cache
-def expected(family: str) -> list[list[int]]:
-    return alone(SERVED[family].model(attn_implementation="eager"), whole(suffixes(3, 7, 5)))
+def alone(family: str, name: str, num_new: int) -> list[Result]:
+    """Gives what each row of a mode gets by itself, without a cache."""
+    is_hybrid = family in HYBRIDS
+    mode = (HYBRID_MODES if is_hybrid else MODES)[name]
+    model = {**SERVED, **HYBRIDS}[family].model(attn_implementation="eager")
+    options = mode.options if mode.reference is None else mode.reference
+    rows = whole(mode.suffixes())
+    return [
+        generated(model, left_padded([row]), num_new, use_cache=False, **options)[0] for row in rows
+    ]
+
+
+def check(tiny_model: Build, cell: Cell, mode: Mode, num_new: int, atol: float) -> Any:
+    model = tiny_model(cell.family, attention_of(cell.family))
+    held = AsymmetricPagedCache(model.config)
+    held.prefill(model, prefix_ids(), chunk_size=mode.prefix_chunk)
+    inputs = LAYOUTS[cell.layout](mode.suffixes())
+    got = mode.call(model, inputs, num_new, **cached(held), **options_of(cell.family, mode))
+    held.check_integrity()
+    assert_same(got, alone(cell.family, cell.mode, num_new), atol)
+    return held
+
+
+def assert_same(got: list[Result], want: list[Result], atol: float) -> None:
+    """Up to where each row ends by itself; the batch goes on for the longest."""
+    lasts = max(len(ids) for result in want for ids in result.sequences)
+    for ours, theirs in zip(got, want, strict=True):
+        for ids, expected in zip(ours.sequences, theirs.sequences, strict=True):
+            assert ids[: len(expected)] == expected
+            assert len(ids) == lasts
+        for name, steps in ours.numbers.items():
+            for step, expected_step in zip(steps, theirs.numbers[name], strict=False):
+                torch.testing.assert_close(step, expected_step, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("cell", cells(SERVED, MODES), ids=named)
+def test_a_cell_is_exact(tiny_model: Build, cell: Cell) -> None:
+    held = check(tiny_model, cell, MODES[cell.mode], NUM_NEW, ATOL)
+    assert ("dense route" in held.explain()) == (cell.family in DENSE_ROUTE)
+
+
+@pytest.mark.parametrize("cell", cells(HYBRIDS, HYBRID_MODES), ids=named)
+def test_a_cell_of_a_hybrid_is_exact(tiny_model: Build, cell: Cell) -> None:
+    check(tiny_model, cell, HYBRID_MODES[cell.mode], 4, WIDER_ATOL.get(cell.family, ATOL))
+
+
+@pytest.mark.parametrize(("family", "mode"), REFUSED_CELLS)
+def test_what_cannot_be_exact_is_refused_before_any_token(
+    tiny_model: Build, family: str, mode: str
+) -> None:
+    model, way = tiny_model(family), MODES[mode]
+    inputs, held = left_padded(whole(way.suffixes())), prefilled(model)
+    with pytest.raises(ValueError, match=REFUSED_CELLS[family, mode]):
+        way.call(model, inputs, NUM_NEW, **cached(held), **options_of(family, way))
+    assert held.batch_size == -1
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_ragged_rows_of_a_hybrid_are_refused_by_layer(tiny_model: Build, family: str) -> None:
+    model = tiny_model(family)
+    with pytest.raises(ValueError, match=rf"layer 0 of {family} .* equal length"):
+        generated(model, left_padded(whole(suffixes(3, 7))), 4, **cached(prefilled(model)))
+
+
+def test_every_family_meets_every_mode_and_every_layout() -> None:
+    drawn = {*cells(SERVED, MODES), *cells(HYBRIDS, HYBRID_MODES)}
+    for modes, families in ((MODES, SERVED), (HYBRID_MODES, HYBRIDS)):
+        for family in families:
+            met = [cell for cell in drawn if cell.family == family]
+            refused = {mode for name, mode in REFUSED_CELLS if name == family}
+            assert {cell.mode for cell in met} == set(modes) - refused
+            assert {cell.layout for cell in met if cell.mode == "greedy"} == set(LAYOUTS)
+    for name, mode in MODES.items():
+        for layout in mode.layouts or LAYOUTS:
+            others = {f for f, m, at in drawn if (m, at) == (name, layout)} - set(CROSSED)
+            assert len(others) >= 5, f"{name} in {layout} is tried with {others} alone"
 
 
 def test_the_documentation_shows_this_matrix() -> None:
