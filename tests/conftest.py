@@ -79,6 +79,12 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
     return build
 
 
+@pytest.fixture
+def model(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    """A tiny llama; where a file has another `model`, that one."""
+    return tiny_model("llama")
+
+
 @pytest.fixture(scope="session")
 def real_model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Where SmolLM2-135M-Instruct is; skips where it is not to be had."""

@@ -93,6 +93,14 @@ def new_tokens(
     return out[:, inputs["input_ids"].shape[1] :].tolist()
 
 
+def step(
+    model: PreTrainedModel, cache: Any, rows: Sequence[Sequence[int]], **kwargs: Any
+) -> Tensor:
+    """Runs a plain forward of rows of one length and gives its logits, `[rows, q_len, vocab_size]`."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(rows), **cached(cache), **kwargs).logits
+
+
 def logits_alone(model: PreTrainedModel, ids: Sequence[int], last: int) -> Tensor:
     """Gives the logits of the `last` tokens of one row, `[last, vocab_size]`, without a cache."""
     with torch.no_grad():

@@ -13,6 +13,7 @@ from prompts import (
     logits_alone,
     new_tokens,
     prefilled,
+    step,
     suffixes,
     whole,
 )
@@ -35,12 +36,6 @@ def model(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
 @pytest.fixture
 def cache(model: PreTrainedModel) -> AsymmetricPagedCache:
     return prefilled(model)
-
-
-def step(model: PreTrainedModel, cache: Cache, ids: list[list[int]], **kwargs: Any) -> Tensor:
-    """Runs a plain forward and gives its logits, `[rows, q_len, vocab_size]`."""
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(ids), **cached(cache), **kwargs).logits
 
 
 def assert_logits(got: Tensor, model: PreTrainedModel, rows: list[list[int]], last: int) -> None:

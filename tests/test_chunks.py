@@ -38,11 +38,6 @@ FAMILIES = {
 Build = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def forward(model: PreTrainedModel, cache: Any, ids: Any, **kwargs: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=torch.as_tensor(ids), **cached(cache), **kwargs).logits

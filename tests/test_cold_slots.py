@@ -1,12 +1,20 @@
 """A pool that may not grow: what needs too many slots is refused before anything changes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from prompts import alone, cached, left_padded, logits_alone, new_tokens, prefilled, suffixes, whole
-from torch import Tensor
+from prompts import (
+    alone,
+    cached,
+    left_padded,
+    logits_alone,
+    new_tokens,
+    prefilled,
+    step,
+    suffixes,
+    whole,
+)
 from transformers import PreTrainedModel
 
 from hf_granikv.errors import ColdPoolFullError
@@ -15,11 +23,6 @@ from hf_granikv.errors import ColdPoolFullError
 @pytest.fixture
 def model(tiny_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return tiny_model("llama")
-
-
-def step(model: PreTrainedModel, cache: Any, ids: list[list[int]]) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(ids), **cached(cache)).logits
 
 
 def test_a_call_that_needs_too_many_slots_is_refused_whole(model: PreTrainedModel) -> None:

@@ -50,11 +50,6 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def widths(model: PreTrainedModel, call: Callable[[], Any]) -> list[int]:
     """Gives the columns of each forward pass that `call` makes."""
     seen: list[int] = []

@@ -25,11 +25,6 @@ Build = Callable[..., PreTrainedModel]
 Inputs = dict[str, Tensor]
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, generation.logger.name)

@@ -30,11 +30,6 @@ from hf_granikv.journal import ForwardNotes, GroupNote, Journal
 Build = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 # ---- groups
 
 

@@ -28,11 +28,6 @@ TOKEN_BYTES = 2 * 2 * 2 * 8 * 4
 Build = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def forward(model: PreTrainedModel, cache: Any, ids: Any, **kwargs: Any) -> None:
     with torch.no_grad():
         model(input_ids=torch.as_tensor(ids), **cached(cache), **kwargs)

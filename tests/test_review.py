@@ -12,8 +12,10 @@ from prompts import (
     alone,
     cached,
     left_padded,
+    logits_alone,
     new_tokens,
     prefilled,
+    step,
     suffixes,
     tokens,
     whole,
@@ -24,16 +26,6 @@ from hf_granikv import AsymmetricPagedCache
 
 Build = Callable[..., PreTrainedModel]
 ROWS = whole(suffixes(3, 7, 0, 5))
-
-
-def forward(model: PreTrainedModel, cache: Any, rows: list[list[int]], **kwargs: Any) -> Any:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(rows), **cached(cache), **kwargs).logits
-
-
-def logits_alone(model: PreTrainedModel, ids: list[int], count: int) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -count:]
 
 
 def test_a_layer_that_writes_into_its_mask_takes_the_dense_route() -> None:
@@ -54,16 +46,16 @@ def test_a_layer_that_writes_into_its_mask_takes_the_dense_route() -> None:
 def test_an_interrupted_forward_is_taken_back_by_the_next(tiny_model: Build) -> None:
     model, first, later = tiny_model("llama"), suffixes(4, 4), suffixes(2, 2, seed=300)
     cache = prefilled(model)
-    forward(model, cache, first)
+    step(model, cache, first)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     handle = model.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        forward(model, cache, suffixes(5, 5, seed=400))
+        step(model, cache, suffixes(5, 5, seed=400))
     handle.remove()
-    got = forward(model, cache, later)
+    got = step(model, cache, later)
     want = [logits_alone(model, PREFIX + a + b, 2) for a, b in zip(first, later, strict=True)]
     torch.testing.assert_close(got, torch.stack(want), atol=1e-4, rtol=1e-4)
 
@@ -75,12 +67,12 @@ def test_positions_of_the_caller_are_kept_after_a_generate(tiny_model: Build, be
     if before == "generate":
         history = row + new_tokens(model, left_padded([row]), num_new=3, **cached(cache))[0][:-1]
     else:
-        forward(model, cache, [row[len(PREFIX) :]])
+        step(model, cache, [row[len(PREFIX) :]])
         history = row
         with pytest.raises(ValueError, match="position 0"):
             new_tokens(model, left_padded([[96, *row[1:]]]), **cached(cache))
     new, positions = tokens(3, seed=4), torch.tensor([[40, 41, 42]])
-    got = forward(model, cache, [new], position_ids=positions)
+    got = step(model, cache, [new], position_ids=positions)
     everything = torch.cat([torch.arange(len(history))[None], positions], 1)
     with torch.no_grad():
         # with a mask, or transformers takes the jump for a second packed sequence
@@ -154,7 +146,7 @@ def test_sinks_of_full_attention_are_exact() -> None:
 
 def test_rows_alike_share_one_mask(tiny_model: Build) -> None:
     cache = prefilled(tiny_model("llama"))
-    forward(tiny_model("llama"), cache, suffixes(*[6] * 4))
+    step(tiny_model("llama"), cache, suffixes(*[6] * 4))
     mask = cache._state.current_step().plan.suffix_mask
     assert mask is not None
     assert mask.shape == (1, 1, 6, 6)
@@ -164,7 +156,7 @@ def test_rows_alike_share_one_mask(tiny_model: Build) -> None:
 def test_a_forward_that_fails_after_its_last_layer_stored_is_taken_back(where: str) -> None:
     model = Family("LlamaConfig").model(attn_implementation="granikv")
     cache, new = prefilled(model), torch.tensor([tokens(3, seed=2)])
-    forward(model, cache, [tokens(3, seed=1)])
+    step(model, cache, [tokens(3, seed=1)])
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
@@ -273,5 +265,5 @@ def test_a_model_with_a_preparation_of_its_own_gets_whole_prompts() -> None:
 def test_no_mask_is_built_where_nobody_reads_it(tiny_model: Build) -> None:
     """It is as large as the scores of one head: a gigabyte for a prompt of 32,768 tokens."""
     cache = AsymmetricPagedCache(tiny_model("llama").config)
-    forward(tiny_model("llama"), cache, [tokens(9, seed=1)])
+    step(tiny_model("llama"), cache, [tokens(9, seed=1)])
     assert cache._state.current_step().plan.suffix_mask is None

@@ -49,11 +49,6 @@ P = len(PREFIX)
 Build = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 WAYS: dict[str, Options] = {
     "greedy": {},
     # sums of log-probabilities: what ends early is not beaten for being short

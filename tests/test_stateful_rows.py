@@ -14,11 +14,12 @@ from prompts import (
     logits_alone,
     new_tokens,
     prefilled,
+    step,
     suffix_only,
     suffixes,
     whole,
 )
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache
@@ -37,13 +38,8 @@ def model(tiny_model: Callable[..., PreTrainedModel], request: Any) -> PreTraine
 @pytest.fixture
 def cache(model: PreTrainedModel) -> AsymmetricPagedCache:
     cache = prefilled(model)
-    step(model, cache, ROWS, mask=suffix_only(ROWS)["attention_mask"])
+    step(model, cache, ROWS, attention_mask=suffix_only(ROWS)["attention_mask"])
     return cache
-
-
-def step(model: PreTrainedModel, cache: Any, ids: list[list[int]], *, mask: Any = None) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(ids), attention_mask=mask, **cached(cache)).logits
 
 
 def goes_on(model: PreTrainedModel, cache: Any, held: list[list[int]]) -> bool:

@@ -31,11 +31,6 @@ Build = Callable[..., PreTrainedModel]
 ROWS = whole(suffixes(3, 7, 0))
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 def test_two_caches_on_one_model_do_not_mix(model: PreTrainedModel) -> None:
     short = PREFIX[:9]
     long_cache, short_cache = prefilled(model), prefilled(model, short)

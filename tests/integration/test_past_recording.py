@@ -18,11 +18,11 @@ from prompts import (
     logits_alone,
     new_tokens,
     prefilled,
+    step,
     suffixes,
     tokens,
     whole,
 )
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import hf_granikv
@@ -45,11 +45,6 @@ def drafted(kind: str, family: str) -> dict[str, Any]:
         return {"prompt_lookup_num_tokens": 3}
     seed = 0 if kind == "twin" else 3
     return {"assistant_model": {**SHARED_PATH, **LOCAL}[family].model(seed=seed)}
-
-
-def step(model: PreTrainedModel, cache: Any, ids: list[int]) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), **cached(cache)).logits[0]
 
 
 # ---- where tokens can be given back
@@ -99,7 +94,7 @@ def test_a_loop_by_hand_may_ask_and_crop(tiny_model: Build, family: str, is_aske
     for count, num_cropped in ((6, 4), (3, 3), (5, 0), (1, 0), (7, 6), (9, 1)):
         new = tokens(count, seed=30 + count)
         want = logits_alone(stock, [*ids, *new], count)
-        torch.testing.assert_close(step(model, held, new), want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(step(model, held, [new])[0], want, atol=1e-4, rtol=1e-4)
         held.crop(-num_cropped)
         ids += new[: count - num_cropped]
         assert held.get_seq_length() == len(ids)
@@ -140,7 +135,7 @@ def test_a_hybrid_refuses_by_layer_and_stays_as_it_is(
     model, row = tiny_model(family), suffixes(5)[0]
     held = prefilled(model) if has_prefix else AsymmetricPagedCache(model.config)
     start = PREFIX if has_prefix else []
-    step(model, held, row)
+    step(model, held, [row])
     before = held.stats(), held.get_seq_length()
     with pytest.raises(
         ValueError, match=rf"assisted decoding is not possible: layer 0 of {family}"
@@ -151,7 +146,7 @@ def test_a_hybrid_refuses_by_layer_and_stays_as_it_is(
     assert not any(held.is_recording_past(i) for i in range(len(held)))
     assert (held.stats(), held.get_seq_length()) == before
     want = logits_alone(model, [*start, *row, 7, 8], 2)
-    torch.testing.assert_close(step(model, held, [7, 8]), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(step(model, held, [[7, 8]])[0], want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["lookup", "twin"])

@@ -30,11 +30,6 @@ P = len(PREFIX)
 Build = Callable[..., PreTrainedModel]
 
 
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
 # ---- text on both sides of a seam: huggingface/transformers #34164, where a long system prompt was
 # ---- tokenized by itself for the cache, and with the question for the comparison
 

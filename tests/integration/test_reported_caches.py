@@ -16,11 +16,12 @@ from prompts import (
     logits_alone,
     new_tokens,
     prefilled,
+    step,
     suffix_only,
     suffixes,
     whole,
 )
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, set_seed
 from transformers.cache_utils import Cache
 
@@ -30,16 +31,6 @@ from hf_granikv.multi_agent import MultiAgentRunner
 
 P = len(PREFIX)
 Build = Callable[..., PreTrainedModel]
-
-
-@pytest.fixture
-def model(tiny_model: Build) -> PreTrainedModel:
-    return tiny_model("llama")
-
-
-def forward(model: PreTrainedModel, cache: Any, rows: list[list[int]]) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=torch.tensor(rows), **cached(cache)).logits
 
 
 # ---- one text, several questions: NVIDIA/kvpress #154 and #27, where the answer to the first one was
@@ -65,7 +56,7 @@ def test_an_answer_by_hand_leaves_before_the_next_question(
         assert held.get_seq_length() == P
         row, new = list(question), question
         for _ in range(5):
-            logits = forward(model, held, [new])[0]
+            logits = step(model, held, [new])[0]
             want = logits_alone(stock, [*PREFIX, *row], len(new))
             torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
             new = [int(logits[-1].argmax())]
@@ -114,7 +105,7 @@ def test_continuations_of_one_row_copy_nothing(
     model: PreTrainedModel, verb: str, repeats: int
 ) -> None:
     held, row = prefilled(model), suffixes(6)[0]
-    forward(model, held, [row])
+    step(model, held, [row])
     before = held.stats()
     first = torch.zeros(repeats, dtype=torch.int64)
     if verb == "repeat":
@@ -126,7 +117,7 @@ def test_continuations_of_one_row_copy_nothing(
     after = held.stats()
     assert (after.hot_bytes, after.cold_tokens) == (before.hot_bytes, before.cold_tokens)
     later = suffixes(*[3] * repeats, seed=300)
-    got = forward(model, held, later)
+    got = step(model, held, later)
     want = torch.stack([logits_alone(model, [*PREFIX, *row, *new], 3) for new in later])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
     assert held.stats().cold_tokens == 6 + 3 * repeats
@@ -324,7 +315,7 @@ def test_a_cache_answers_as_the_stock_cache_does(tiny_model: Build, family: str,
     model, rows = tiny_model(family), whole(suffixes(4, 4))
     caches = [AsymmetricPagedCache(model.config), DynamicCache(config=model.config)]
     for cache in caches:
-        forward(model, cache, rows)
+        step(model, cache, rows)
     ours, stock = map(QUESTIONS[name], caches)
     # stock convolutions can be given back, ours are refused
     is_refused = name == "is_croppable" and family in STATEFUL
