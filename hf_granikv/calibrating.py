@@ -119,16 +119,13 @@ class PrivatePath:
     ) -> LayerRun:
         """Gives the compiled pass, or torch where there is none."""
         num_rows, length = len(query), keys.shape[1] // len(query)
-        slots = np.arange(num_rows * length).reshape(num_rows, length)
-        private = PrivateTokens((keys, values), slots, length, lambda: (keys, values))
-        if not unsupported_reasons(query, private):
-            spans = np.tile([0, length], (num_rows, 1))
-            step = DecodeAttention(query, private, spans, scale=scale)
+        step = _pass_over(length, query, keys, values, scale=scale)
+        if step is not None:
             return partial(step.run, states=[])
 
         def attend(query: Tensor, keys: Tensor, values: Tensor) -> object:
-            own = (t[:, : slots.size].unflatten(1, slots.shape) for t in (keys, values))
-            tokens = [t.transpose(0, 1) for t in own]
+            dealt = (t[:, : num_rows * length] for t in (keys, values))
+            tokens = [t.unflatten(1, (num_rows, length)).transpose(0, 1) for t in dealt]
             return suffix_attention(query, *tokens, scale=scale, mask=None)
 
         return attend
@@ -142,7 +139,7 @@ class PerRowPath(PerRowBackend):
     ) -> Attend:
         """Gives a pass over the prefix, and nothing that is the rows' own."""
         num_tokens = keys.shape[1]
-        step = _empty_pass(query, keys, values, scale=scale, num_segment_tokens=[num_tokens])
+        step = _pass_over(0, query, keys, values, scale=scale, num_segment_tokens=[num_tokens])
         if step is None:
             return super().planned(query, keys, values, scale=scale, softcap=softcap)
 
@@ -154,19 +151,20 @@ class PerRowPath(PerRowBackend):
 
 def pass_alone(query: Tensor, keys: Tensor, values: Tensor) -> LayerRun | None:
     """Gives the compiled pass without the prefix; None where there is none."""
-    step = _empty_pass(query, keys, values, scale=1.0)
+    step = _pass_over(0, query, keys, values, scale=1.0)
     return None if step is None else partial(step.run, states=[])
 
 
-def _empty_pass(
-    query: Tensor, keys: Tensor, values: Tensor, **options: Any
+def _pass_over(
+    length: int, query: Tensor, keys: Tensor, values: Tensor, **options: Any
 ) -> DecodeAttention | None:
+    """The compiled pass over so many tokens of each row, row after row; None where there is none."""
     num_rows = len(query)
-    slots, spans = np.zeros((num_rows, 1), dtype=np.int64), np.zeros((num_rows, 2), dtype=np.int64)
-    nothing = PrivateTokens((keys, values), slots, 0, lambda: (keys, values))
-    if unsupported_reasons(query, nothing):
+    slots = np.arange(num_rows * max(1, length)).reshape(num_rows, -1)
+    private = PrivateTokens((keys, values), slots, length, lambda: (keys, values))
+    if unsupported_reasons(query, private):
         return None
-    return DecodeAttention(query, nothing, spans, **options)
+    return DecodeAttention(query, private, np.tile([0, length], (num_rows, 1)), **options)
 
 
 def merging(state: AttentionState) -> tuple[Run, Run]:
@@ -177,12 +175,9 @@ def merging(state: AttentionState) -> tuple[Run, Run]:
     """
     num_rows, num_heads, _, head_dim = state.out.shape
     keys = torch.randn(num_heads, num_rows, head_dim, device=state.out.device)
-    slots = np.arange(num_rows)[:, None]
-    private = PrivateTokens((keys, keys), slots, 1, lambda: (keys, keys))
-    if unsupported_reasons(state.out, private):
+    attend = _pass_over(1, state.out, keys, keys, scale=1.0)
+    if attend is None:
         return lambda: None, partial(merge_states, [state, state])
-    spans = np.tile([0, 1], (num_rows, 1))
-    attend = DecodeAttention(state.out, private, spans, scale=1.0)
     group = GroupStates(state.out[None], state.lse[None], None)
     run = partial(attend.run, state.out, keys, keys)
     return partial(run, []), partial(run, [group])

@@ -180,17 +180,18 @@ def _prepare_part(
         plan.journal.reckoning = decision.origin
         backend, tensors = BACKENDS[decision.backend_name], common_keys(part, view)
         in_pass = has_pass and backend.is_by_row
-        of_rows = query if rows is None else query[rows]
-        kernel = _PASS if in_pass else backend.kernel(of_rows, *tensors)
+        kernel = _PASS
+        if not in_pass:
+            of_rows = query if rows is None else query[rows]
+            kernel = backend.kernel(of_rows, *tensors)
+            planned = partial(backend.planned, scale=rule.scale, softcap=rule.softcap)
+            attend = planned(of_rows, *tensors)
         note = _notes(step).add(
             decision.backend_name,
             (part_idx, shape),
             partial(_described, shape, decision, kernel),
             is_timed=query.is_cpu or plan.journal.times_accelerators,
         )
-        if not in_pass:
-            planned = partial(backend.planned, scale=rule.scale, softcap=rule.softcap)
-            attend = planned(of_rows, *tensors)
     fringe_mask = None if view is None else _ready(view.fringe_mask, query)
     if view is not None and fringe_mask is not None:
         num_tokens = common_start - view.fringe_start

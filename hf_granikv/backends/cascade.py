@@ -1,5 +1,6 @@
 """All rows' queries against one read of the prefix, in a fused kernel."""
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -48,12 +49,8 @@ class CascadeBackend(PrefixBackend):
         softcap: float | None = None,
     ) -> AttentionState:
         """Attends in one fused call; out has the dtype of the query on a CPU, or is float32."""
-        assert softcap is None, "unsupported_reasons names soft-capping"
-        if not unsupported_reasons(query, keys, values):
-            return self.planned(query, keys, values, scale=scale)(query, keys, values)
-        packed = pack_queries(query, keys.shape[0])
-        states = flash_shared_attention(packed, keys, values, scale=scale)
-        return of_rows(*states, query.shape[0])
+        attend = self.planned(query, keys, values, scale=scale, softcap=softcap)
+        return attend(query, keys, values)
 
     def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
         """Names the tiles, or why they are not used; nothing where there can be none."""
@@ -72,8 +69,9 @@ class CascadeBackend(PrefixBackend):
         softcap: float | None = None,
     ) -> Attend:
         """Plans the compiled kernel where there is one for this CPU."""
+        assert softcap is None, "unsupported_reasons names soft-capping"
         if unsupported_reasons(query, keys, values):
-            return super().planned(query, keys, values, scale=scale, softcap=softcap)
+            return partial(_attend_flash, scale=scale)
         tiled = TiledAttention(query, keys, values, scale=scale)
         state = of_rows(*tiled.states, query.shape[0])
 
@@ -82,3 +80,9 @@ class CascadeBackend(PrefixBackend):
             return state
 
         return attend
+
+
+def _attend_flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
+    packed = pack_queries(query, keys.shape[0])
+    states = flash_shared_attention(packed, keys, values, scale=scale)
+    return of_rows(*states, query.shape[0])

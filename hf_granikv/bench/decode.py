@@ -27,7 +27,7 @@ from hf_granikv.bench.peers import (
     PeerFactory,
     Static,
 )
-from hf_granikv.bench.race import chosen, compare, prepared, race
+from hf_granikv.bench.race import checked_race, chosen, prepared
 from hf_granikv.bench.rows import Row
 from hf_granikv.bench.step_rows import step_rows
 from hf_granikv.bench.workload import Workload, random_ids
@@ -83,7 +83,13 @@ def measure(
     tokens = random_ids(vocab_size, (arguments.warmup + arguments.steps, num_rows, 1))
     with torch.no_grad():
         peers, reasons = prepared(PEERS, names, model, workload, len(tokens))
-        agreements, differing = compare(peers, tokens[: arguments.warmup], TOLERANCES[model.dtype])
-        peers, reasons = [p for p in peers if p.name not in differing], {**reasons, **differing}
-        timings = race(peers, tokens[arguments.warmup :], rotates=False, description=label)
-    return step_rows("decode", label, peers, timings, agreements, reasons)
+        raced = checked_race(
+            peers,
+            reasons,
+            tokens,
+            arguments.warmup,
+            TOLERANCES[model.dtype],
+            rotates=False,
+            description=label,
+        )
+    return step_rows("decode", label, *raced)

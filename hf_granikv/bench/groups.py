@@ -12,7 +12,7 @@ import torch
 from hf_granikv.bench.agreement import TOLERANCES
 from hf_granikv.bench.group_peers import GROUP_PEERS
 from hf_granikv.bench.options import add_common, add_peers, loaded_model, positive
-from hf_granikv.bench.race import chosen, compare, prepared, race
+from hf_granikv.bench.race import checked_race, chosen, prepared
 from hf_granikv.bench.rows import Row
 from hf_granikv.bench.step_rows import step_rows
 from hf_granikv.bench.workload import Workload, random_ids
@@ -53,7 +53,13 @@ def run(arguments: argparse.Namespace) -> list[Row]:
     tokens = random_ids(vocab_size, (num_steps, workload.num_rows, 1))
     with torch.no_grad():
         peers, reasons = prepared(GROUP_PEERS, names, model, workload, num_steps)
-        agreements, differing = compare(peers, tokens[: arguments.warmup], TOLERANCES[model.dtype])
-        peers, reasons = [p for p in peers if p.name not in differing], {**reasons, **differing}
-        timings = race(peers, tokens[arguments.warmup :], rotates=True, description=label)
-    return step_rows("groups", label, peers, timings, agreements, reasons)
+        raced = checked_race(
+            peers,
+            reasons,
+            tokens,
+            arguments.warmup,
+            TOLERANCES[model.dtype],
+            rotates=True,
+            description=label,
+        )
+    return step_rows("groups", label, *raced)

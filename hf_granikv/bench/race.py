@@ -122,6 +122,39 @@ def compare(
     return agreements, differing
 
 
+def checked_race(
+    peers: Sequence[Peer],
+    reasons: dict[str, str],
+    tokens: Tensor,
+    num_warmup: int,
+    tolerance: Tolerance,
+    *,
+    rotates: bool,
+    description: str,
+) -> tuple[list[Peer], dict[str, Timing], dict[str, Agreement], dict[str, str]]:
+    """Compares peers while they warm up, and times those that compute the same.
+
+    Args:
+        peers: What `prepared` gave.
+        reasons: Likewise.
+        tokens: [num_steps, num_rows, 1] ids.
+        num_warmup: How many of the steps are not timed.
+        tolerance: See `compare`.
+        rotates: See `race`.
+        description: Likewise.
+
+    Returns:
+        Who was timed, the times, how far each is from the first, and why others were not timed.
+
+    Raises:
+        ResultsDiffer: See `compare`.
+    """
+    agreements, differing = compare(peers, tokens[:num_warmup], tolerance)
+    same = [peer for peer in peers if peer.name not in differing]
+    timings = race(same, tokens[num_warmup:], rotates=rotates, description=description)
+    return same, timings, agreements, {**reasons, **differing}
+
+
 def race(
     peers: Sequence[Peer], tokens: Tensor, *, rotates: bool, description: str
 ) -> dict[str, Timing]:

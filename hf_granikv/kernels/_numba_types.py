@@ -10,10 +10,10 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
-_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
-# neither NaN nor infinity is excluded: an empty part has -inf
-FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
-OPTIONS: dict[str, Any] = {"fastmath": FAST_MATH, "error_model": "numpy"}
+from hf_granikv.kernels._numba_llvm import FAST, I16, I32, I64, llvm_intrinsic, pointer
+
+_F32 = ir.FloatType()
+OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
 
 _FOLDER = Path(__file__).parent
 
@@ -41,7 +41,7 @@ def _sources() -> str:
 
 
 def _constant(value: int) -> Any:
-    return ir.Constant(_I32, value)
+    return ir.Constant(I32, value)
 
 
 @intrinsic
@@ -49,7 +49,7 @@ def as_float(typing_context: Any, number: Any) -> Any:
     """float32 of a float32, or of the bits of a bfloat16 in a uint16."""
 
     def widen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.shl(builder.zext(args[0], _I32), _constant(16))
+        bits = builder.shl(builder.zext(args[0], I32), _constant(16))
         return builder.bitcast(bits, _F32)
 
     if number == types.float32:
@@ -62,43 +62,29 @@ def as_element(typing_context: Any, number: Any, like: Any) -> Any:
     """A finite float32 as an element of the array `like`: itself, or the nearest bfloat16."""
 
     def narrow(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _I32)
+        bits = builder.bitcast(args[0], I32)
         odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
         rounded = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
-        return builder.trunc(builder.lshr(rounded, _constant(16)), _I16)
+        return builder.trunc(builder.lshr(rounded, _constant(16)), I16)
 
     if like.dtype == types.float32:
         return types.float32(types.float32, like), lambda context, builder, signature, args: args[0]
     return types.uint16(types.float32, like), narrow
 
 
-@intrinsic
-def _power(typing_context: Any, exponent: Any) -> Any:
+@llvm_intrinsic(types.float32, types.float32)
+def _power_of_two(builder: Any, exponent: Any) -> Any:
     """2 to the power of a whole float32 between -126 and 127."""
-
-    def assemble(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        biased = builder.add(builder.fptosi(args[0], _I32), _constant(127))
-        return builder.bitcast(builder.shl(biased, _constant(23)), _F32)
-
-    return types.float32(types.float32), assemble
+    biased = builder.add(builder.fptosi(exponent, I32), _constant(127))
+    return builder.bitcast(builder.shl(biased, _constant(23)), _F32)
 
 
-_power_of_two: Any = _power
-
-
-@intrinsic
-def _larger(typing_context: Any, a: Any, b: Any) -> Any:
+@llvm_intrinsic(types.float32, types.float32, types.float32)
+def larger(builder: Any, a: Any, b: Any) -> Any:
     """The larger of two float32."""
-
-    def maximum(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_F32, [_F32, _F32])
-        function = builder.module.declare_intrinsic("llvm.maxnum", (_F32,), kind)
-        return builder.call(function, args, fastmath=("nnan", "nsz"))
-
-    return types.float32(types.float32, types.float32), maximum
-
-
-larger: Any = _larger
+    kind = ir.FunctionType(_F32, [_F32, _F32])
+    function = builder.module.declare_intrinsic("llvm.maxnum", (_F32,), kind)
+    return builder.call(function, (a, b), fastmath=("nnan", "nsz"))
 
 
 @njit(**OPTIONS)
@@ -123,25 +109,22 @@ def exp_of_negative(x: Any) -> Any:
 @intrinsic
 def pointer_like(typing_context: Any, address: Any, like: Any) -> Any:
     """A pointer to elements of the kind that the array `like` has."""
-    element = _I16 if like.dtype == types.uint16 else _F32
+    element = I16 if like.dtype == types.uint16 else _F32
 
     def convert(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], element.as_pointer())
+        return pointer(builder, args[0], element)
 
     return types.CPointer(like.dtype)(types.int64, like), convert
 
 
 def _pointer(element: Any, llvm_element: Any) -> Any:
-    @intrinsic
-    def pointer(typing_context: Any, address: Any) -> Any:
-        def convert(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], llvm_element.as_pointer())
+    @llvm_intrinsic(types.CPointer(element), types.int64)
+    def at(builder: Any, address: Any) -> Any:
+        return pointer(builder, address, llvm_element)
 
-        return types.CPointer(element)(types.int64), convert
-
-    return pointer
+    return at
 
 
-uint16_at = _pointer(types.uint16, _I16)
+uint16_at = _pointer(types.uint16, I16)
 float32_at = _pointer(types.float32, _F32)
-int64_at = _pointer(types.int64, ir.IntType(64))
+int64_at = _pointer(types.int64, I64)

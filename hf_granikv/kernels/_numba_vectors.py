@@ -1,6 +1,7 @@
 """Vectors of 16 float32 for numba; on CPUs with narrower ones LLVM makes several of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -85,10 +86,14 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return fused(builder, a, b, c)
 
 
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
 @llvm_intrinsic(VECTOR, VECTOR, VECTOR)
 def larger(builder: Any, a: Any, b: Any) -> Any:
     """The larger of each two, b where one is NaN."""
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+    return _larger(builder, a, b)
 
 
 def polynomial(builder: Any, x: Any, coefficients: Sequence[float]) -> Any:
@@ -102,31 +107,31 @@ def polynomial(builder: Any, x: Any, coefficients: Sequence[float]) -> Any:
 @llvm_intrinsic(VECTOR, VECTOR)
 def exp2_of_negative(builder: Any, x: Any) -> Any:
     """2 to the power of numbers that are not positive, to 2e-7 of itself; 1e-38 from -126 on."""
-    lowest = splat(FLOATS, -126.0)
-    x = builder.select(builder.fcmp_ordered(">", x, lowest), x, lowest)
+    x = _larger(builder, x, splat(FLOATS, -126.0))
     whole = call(builder, "llvm.rint.v16f32", FLOATS, x)
     power = polynomial(builder, builder.fsub(x, whole, flags=FAST), EXP2)
     exponent = builder.shl(builder.fptosi(whole, INTS), splat(INTS, 23))
     return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
 
 
+def _folded(builder: Any, x: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Appends what makes one number of those of a vector."""
+    for size in (8, 4, 2, 1):
+        order = ir.Constant(INTS, [i ^ size for i in range(16)])
+        x = combine(x, builder.shuffle_vector(x, x, order))
+    return builder.extract_element(x, ir.Constant(I32, 0))
+
+
 @llvm_intrinsic(types.float32, VECTOR)
 def sum_of(builder: Any, x: Any) -> Any:
     """The sum of the numbers of a vector."""
-    for size in (8, 4, 2, 1):
-        order = ir.Constant(INTS, [i ^ size for i in range(16)])
-        x = builder.fadd(x, builder.shuffle_vector(x, x, order), flags=FAST)
-    return builder.extract_element(x, ir.Constant(I32, 0))
+    return _folded(builder, x, partial(builder.fadd, flags=FAST))
 
 
 @llvm_intrinsic(types.float32, VECTOR)
 def largest_of(builder: Any, x: Any) -> Any:
     """The largest number of a vector."""
-    for size in (8, 4, 2, 1):
-        order = ir.Constant(INTS, [i ^ size for i in range(16)])
-        other = builder.shuffle_vector(x, x, order)
-        x = builder.select(builder.fcmp_ordered(">", x, other), x, other)
-    return builder.extract_element(x, ir.Constant(I32, 0))
+    return _folded(builder, x, partial(_larger, builder))
 
 
 def halves(size: int) -> tuple[Any, Any]:

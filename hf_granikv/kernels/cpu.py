@@ -21,18 +21,18 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
     return True
 
 
-# the fewest keys that are worth a merge
+# the fewest keys that are worth a merge, and a call of the fused kernel
 _MIN_PIECE = 1024
 
 
-def num_pieces(num_heads: int, kv_len: int) -> int:
+def num_pieces(num_heads: int, kv_len: int, min_piece: int = _MIN_PIECE) -> int:
     """In how many pieces keys are best cut so that every thread gets as much of them to do.
 
-    The fused kernel gives whole heads to threads: with three heads, one of two threads would idle
-    for a third of the time.
+    Kernels give whole heads, or pieces of them, to threads: with three heads, one of two threads
+    would idle for a third of the time.
     """
     threads = torch.get_num_threads()
-    return max(1, min(threads // gcd(num_heads, threads), kv_len // _MIN_PIECE))
+    return max(1, min(threads // gcd(num_heads, threads), kv_len // min_piece))
 
 
 def in_pieces(tokens: Tensor, num: int) -> tuple[Tensor, int]:

@@ -217,7 +217,7 @@ def test_results_that_differ_are_no_measurement(
     def differing(*args: Any) -> None:
         raise ResultsDiffer("StaticCache is elsewhere")
 
-    monkeypatch.setattr(decode, "compare", differing)
+    monkeypatch.setattr(race, "compare", differing)
     out = tmp_path / "results.jsonl"
     options = "--rows 1 --prefix 9 --suffix 2 --steps 1 --peers granikv StaticCache"
     assert bench(f"decode {options} --out {out}") == 1

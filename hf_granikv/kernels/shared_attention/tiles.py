@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_granikv.kernels import compiled
+from hf_granikv.kernels import compiled, cpu
 from hf_granikv.kernels.shared_attention.reference import PackedStates
 
 _TILES = "hf_granikv.kernels._numba_tiles"
@@ -58,7 +58,7 @@ class TiledAttention:
         (rows, num_q_heads, q_len, key_dim), (heads, length, value_dim) = query.shape, values.shape
         ratio = num_q_heads // heads
         num_queries, threads = rows * ratio * q_len, torch.get_num_threads()
-        pieces = _num_pieces(heads, length, threads)
+        pieces = cpu.num_pieces(heads, length, _MIN_PIECE)
         out = query.new_empty((pieces, heads, num_queries, value_dim), dtype=torch.float32)
         lse = query.new_empty((pieces, heads, num_queries), dtype=torch.float32)
         self.states = PackedStates(out, lse)
@@ -95,12 +95,6 @@ class TiledAttention:
         of_layer += [values.data_ptr(), 2 * of_values[0], 2 * of_values[1]]
         self._numbers[self._of_layer] = array("q", of_layer)
         compiled.run(self._task, self._numbers, self._threads)
-
-
-def _num_pieces(heads: int, length: int, threads: int) -> int:
-    """Pieces of the prefix that give every thread as much to do."""
-    most = max(1, length // _MIN_PIECE)
-    return next((n for n in range(1, most + 1) if heads * n % threads == 0), min(most, threads))
 
 
 @cache
