@@ -1,10 +1,14 @@
 """The benchmark of the dispatcher's choices: what it times has been compared, what it sums up is right."""
 
+from typing import Any
+
 import pytest
 import torch
 from dispatch_grid import Cell, dense_bytes, report, sampled, timed
+from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
+from hf_granikv.backends.base import Attend
 from hf_granikv.dispatch import Dispatcher
 from hf_granikv.dispatch.calibration import Stopwatch
 from hf_granikv.views import GroupShape
@@ -31,12 +35,14 @@ def test_a_path_of_the_grid_that_computes_something_else_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape, store = GroupShape(3, 1, 65, 2, 3, 16, 4), torch.randn(1 << 16)
-    right = BACKENDS["cascade"].pieces
-    monkeypatch.setattr(
-        type(BACKENDS["cascade"]),
-        "pieces",
-        lambda self, *args, **kw: right(args[0] * 1.5, *args[1:], **kw),
-    )
+    backend = BACKENDS["cascade"]
+
+    def planned(self: object, *args: Tensor, **kwargs: Any) -> Attend:
+        right = planned_right(*args, **kwargs)
+        return lambda query, keys, values: right(query * 1.5, keys, values)
+
+    planned_right = backend.planned
+    monkeypatch.setattr(type(backend), "planned", planned)
     with pytest.raises(SystemExit, match="cascade differs from SDPA by"), torch.no_grad():
         timed(shape, 5, Stopwatch(torch.device("cpu")), Dispatcher(backends=BACKENDS), store, 0.0)
 

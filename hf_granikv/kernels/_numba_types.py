@@ -1,19 +1,23 @@
 """What numba lacks: bfloat16, pointers from addresses, functions that become vector operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
 
 from hf_granikv.kernels._numba_llvm import FAST, I16, I32, I64, llvm_intrinsic, pointer
 
 _F32 = ir.FloatType()
 OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
+# numba links parts that it has optimised and optimises the whole again: what is kept on disk is not
+# the code that ran when it was compiled. At level 3, LLVM 22 lost a loop of one turn on the way
+_OPT_LEVEL = 2
 
 _FOLDER = Path(__file__).parent
 
@@ -26,11 +30,24 @@ def c_function(function: Callable[..., None]) -> Any:
     """
     function.__qualname__ += f".{_sources()}"
     signature = types.void(types.CPointer(types.int64))
+    with _opt_level():
+        try:
+            return cfunc(signature, cache=True, **OPTIONS)(function)
+        except RuntimeError:
+            # no folder to keep it in: each process compiles it
+            return cfunc(signature, **OPTIONS)(function)
+
+
+@contextmanager
+def _opt_level() -> Iterator[None]:
+    """Numba has a level for all that is compiled, none for a function."""
+    settings: Any = config
+    before = settings.OPT
+    settings.OPT = type(before)(min(before, _OPT_LEVEL))
     try:
-        return cfunc(signature, cache=True, **OPTIONS)(function)
-    except RuntimeError:
-        # no folder to keep it in: each process compiles it
-        return cfunc(signature, **OPTIONS)(function)
+        yield
+    finally:
+        settings.OPT = before
 
 
 def _sources() -> str:

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -60,6 +61,30 @@ def load(module_name: str) -> Any:
             seconds,
         )
     return module
+
+
+@cache
+def fault(module_name: str, trial: Callable[[], float]) -> str:
+    """Says why a module that can be loaded is not to be used; nothing if it computes what it should.
+
+    Compilers err, on some CPUs and not on others, so that no kernel is trusted before it has been
+    seen to be right on this one: once in a process, in some milliseconds.
+
+    Args:
+        module_name: A module that `load` gives.
+        trial: Runs it beside its reference; gives the largest error over what rounding explains.
+    """
+    with torch.no_grad():
+        error = trial()
+    if error <= 1:
+        return ""
+    logger.warning(
+        "%s is not used: on this CPU numba compiles it to something else than it says, with errors "
+        "%.2g times what rounding explains. Please report this with what `numba -s` prints.",
+        module_name,
+        error,
+    )
+    return f"numba compiles it wrongly for this CPU (error {error:.2g} times the bound)"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from oracle import assert_close, reference
 from hf_granikv.backends.base import of_rows
 from hf_granikv.kernels import compiled
 from hf_granikv.kernels.merge_states import merge_states
-from hf_granikv.kernels.shared_attention import TiledAttention, unsupported_reasons
+from hf_granikv.kernels.shared_attention import TiledAttention, trial, unsupported_reasons
 from hf_granikv.views import AttentionState
 
 SCALE = 0.1
@@ -149,3 +149,7 @@ def test_what_it_cannot_do_is_said(change, reason):
     reasons = unsupported_reasons(*(change(t) for t in tensors))
 
     assert reason in "; ".join(reasons)
+
+
+def test_its_trial_passes():
+    assert trial.largest_error() <= 1

@@ -13,24 +13,9 @@ from hf_granikv.kernels import compiled, cpu
 from hf_granikv.kernels.shared_attention.reference import PackedStates
 
 _TILES = "hf_granikv.kernels._numba_tiles"
-_MODULE = "hf_granikv.kernels.shared_attention._tiles"
+MODULE = "hf_granikv.kernels.shared_attention._tiles"
 # the fewest tokens that are worth a thread's while
 _MIN_PIECE = 256
-
-
-def unsupported_reasons(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
-    """Gives every reason why `TiledAttention` cannot serve; none = it can."""
-    reasons = list(_missing())
-    tensors = (query, keys, values)
-    if any(type(t) is not Tensor or not t.is_cpu or t.dtype != torch.bfloat16 for t in tensors):
-        reasons.append("it takes bfloat16 on a CPU")
-    if keys.stride(2) != 1 or values.stride(2) != 1:
-        reasons.append("the numbers of a stored head do not lie side by side")
-    if keys.shape[2] % 32 or values.shape[2] % 64 or not keys.shape[1]:
-        reasons.append("it takes keys of 32, 64, ... numbers, values of 64, 128, ..., and some")
-    if not query.numel():
-        reasons.append("there is no query")
-    return reasons
 
 
 class TiledAttention:
@@ -54,7 +39,7 @@ class TiledAttention:
 
     def __init__(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> None:
         # without the system's leave the first instruction would end the process
-        assert not _missing(), "unsupported_reasons says so"
+        assert not missing(), "unsupported_reasons says so"
         (rows, num_q_heads, q_len, key_dim), (heads, length, value_dim) = query.shape, values.shape
         ratio = num_q_heads // heads
         num_queries, threads = rows * ratio * q_len, torch.get_num_threads()
@@ -63,7 +48,7 @@ class TiledAttention:
         lse = query.new_empty((pieces, heads, num_queries), dtype=torch.float32)
         self.states = PackedStates(out, lse)
         self._threads = min(threads, heads * pieces)
-        kernel = compiled.load(_MODULE)
+        kernel = compiled.load(MODULE)
         places, size = _scratch(kernel, num_queries, key_dim, value_dim)
         # what the addresses below point to
         self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
@@ -125,7 +110,8 @@ def _tile_config() -> NDArray[np.uint8]:
 
 
 @cache
-def _missing() -> tuple[str, ...]:
+def missing() -> tuple[str, ...]:
+    """Gives what this CPU, this installation or the system lacks; where nothing, it can run."""
     tiles = compiled.load(_TILES)
     if isinstance(tiles, str):
         return (tiles,)
@@ -134,5 +120,5 @@ def _missing() -> tuple[str, ...]:
     # Linux gives no process tiles unasked
     if not getattr(torch.cpu, "_init_amx", lambda: False)():
         return ("torch cannot ask the system for AMX tiles",)
-    kernel = compiled.load(_MODULE)
+    kernel = compiled.load(MODULE)
     return (kernel,) if isinstance(kernel, str) else ()

@@ -1,0 +1,150 @@
+"""The last act of a decode step: each row's own keys, and what its prefixes gave, in one pass."""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_granikv.kernels import compiled
+from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
+from hf_granikv.views import PrivateTokens
+
+MODULE = "hf_granikv.kernels.decode_attention._numba"
+DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
+
+
+class DecodeAttention:
+    """Attends from one query per row to the row's own tokens, and merges what its prefixes gave.
+
+    Made once for a step and run in each layer. Own tokens are read where they lie in the pool,
+    wherever that is, and nothing is computed for pads.
+
+    Args:
+        query: `[num_rows, num_q_heads, 1, head_dim]` of the first layer.
+        private: Own tokens in that layer.
+        spans: `[num_rows, 2]` the own tokens that each row sees: from the first, up to the second.
+        scale: Factor on the scores.
+        num_segment_tokens: Tokens of each segment that `run` will be given.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        private: PrivateTokens,
+        spans: NDArray[np.int64],
+        *,
+        scale: float,
+        num_segment_tokens: Sequence[int] = (),
+    ) -> None:
+        assert private.storages is not None, "unsupported_reasons says so"
+        assert private.slots is not None
+        values = private.storages[1]
+        num_rows, num_q_heads, _, key_dim = query.shape
+        num_kv_heads, value_dim = values.shape[0], values.shape[2]
+        self._shape = (num_rows, 1, num_q_heads, value_dim)
+        self._threads = min(torch.get_num_threads(), num_rows * num_kv_heads)
+        # what the addresses below point to
+        self._slots, self._spans = private.slots, spans
+        self._scale = np.array([scale], dtype=np.float32)
+        kernel = compiled.load(MODULE)
+        self._task: int = getattr(kernel, DTYPES[query.dtype]).address
+        self._of_layer = slice(kernel.QUERY, kernel.NUM_STATES)
+        self._states: list[GroupStates] = []
+        ratio, lanes = num_q_heads // num_kv_heads, kernel.LANES
+        # whole vectors
+        key_width, value_width, longest, totals, *of_segments = (
+            -(-size // lanes) * lanes
+            for size in (
+                *(key_dim, value_dim, int(np.diff(spans).max(initial=0)), ratio),
+                *num_segment_tokens,
+            )
+        )
+        longest += sum(of_segments)
+        self._tokens = np.arange(max(num_segment_tokens, default=0))
+        self._tokens_at = self._tokens.ctypes.data
+        # queries; keys and values of as many tokens, and their products; scores, sums, totals
+        parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
+        parts += [ratio * longest, ratio * value_width, totals]
+        *places, size = (4 * int(end) for end in np.cumsum(parts))
+        self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
+        # the order is that of the names in _numba.py
+        sizes = [
+            *(num_rows, num_kv_heads, ratio, key_dim, value_dim),
+            *(self._slots.ctypes.data, self._slots.shape[1], spans.ctypes.data),
+            *(self._scale.ctypes.data, key_width, value_width, 4 * longest),
+            *(self._scratch.data_ptr(), size, *places),
+        ]
+        self._num_arguments: int = kernel.NUM_ARGUMENTS
+        self._numbers = array("q", [*sizes, *[0] * (kernel.NUM_ARGUMENTS - len(sizes))])
+
+    def run(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        states: Sequence[GroupStates],
+        segments: Sequence[Segment] = (),
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attends in one layer, in float32.
+
+        Args:
+            query: `[num_rows, num_q_heads, 1, head_dim]`, any strides.
+            keys: `[num_kv_heads, num_slots, head_dim]`, any strides but over the last dimension;
+                never copied.
+            values: `[num_kv_heads, num_slots, value_dim]`, likewise.
+            states: Parts with other keys, that some or all rows see.
+            segments: Tokens that some or all rows see as if they were their own; never copied.
+            sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
+
+        Returns:
+            `[num_rows, 1, num_q_heads, value_dim]` in the dtype of the query, 0 for a row that sees
+            nothing.
+        """
+        if query.stride(3) != 1:
+            query = query.contiguous()
+        out = query.new_empty(self._shape)
+        if sinks is not None:
+            sinks = sinks.to("cpu", torch.float32).contiguous()
+        of_layer = [
+            *(query.data_ptr(), *query.stride()[:2]),
+            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
+            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr(), len(segments)),
+        ]
+        of_segments = array("q")
+        for segment in segments:
+            of_segments.extend(self._numbers_of(segment))
+        of_layer.append(of_segments.buffer_info()[0])
+        self._numbers[self._of_layer] = array("q", of_layer)
+        self._take(states)
+        compiled.run(self._task, self._numbers, self._threads)
+        return out
+
+    def _numbers_of(self, segment: Segment) -> list[int]:
+        keys, values, rows = segment
+        return [
+            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
+            *(self._tokens_at, keys.shape[1], 0 if rows is None else rows.ctypes.data),
+        ]
+
+    def _take(self, states: Sequence[GroupStates]) -> None:
+        """Writes down where the states are, if that is not where the last ones were."""
+        known = self._states
+        if len(states) == len(known) and all(map(_is_same, states, known)):
+            return
+        del self._numbers[self._num_arguments :]
+        self._numbers[-1] = len(states)
+        for state in states:
+            self._numbers.extend([state.out.shape[0], state.out.data_ptr()])
+            self._numbers.extend([*state.out.stride()[:4], state.lse.data_ptr()])
+            self._numbers.extend([*state.lse.stride(), state.out.dtype == torch.float32])
+            self._numbers.append(0 if state.rows is None else state.rows.ctypes.data)
+        self._states = list(states)
+
+
+def _is_same(state: GroupStates, other: GroupStates) -> bool:
+    return all(a is b for a, b in zip(state, other, strict=True))
