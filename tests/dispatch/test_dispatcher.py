@@ -191,4 +191,4 @@ def test_a_choice_takes_less_than_fifty_microseconds(constants):
             taken.append(1e6 * (time.perf_counter() - start))
 
     assert min(new_us) < 50
-    assert min(known_us) < 10
+    assert min(known_us) < 25
