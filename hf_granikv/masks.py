@@ -18,6 +18,8 @@ from transformers.masking_utils import (
 from hf_granikv.views import Window
 
 
+# the mark on the mask does not come out of a graph
+@torch.compiler.disable
 def granikv_mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
     """The mask that SDPA would get, marked if position, window and padding say it all.
 
