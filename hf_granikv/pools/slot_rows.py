@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.pools.layout import MIN_HEADROOM, grown, is_mostly_idle, roomy, run_stride
+from hf_granikv.pools.run_spread import RunSpread
 from hf_granikv.pools.slots import SlotAllocator
 from hf_granikv.pools.storage import SlotStorage
 from hf_granikv.pools.token_table import TokenTable
@@ -131,8 +132,12 @@ class SlotRows:
         new_slots = table.laid_out(stride)
         is_moved = len(old_slots) > 0 or num_slots > self.num_slots
         if is_moved:
-            self._storage.resize(max(num_slots, self._storage.num_slots))
-            self._storage.move(old_slots, new_slots)
+            if table.stride is not None and num_slots >= self.num_slots and stride >= table.stride:
+                runs = RunSpread(table.num_rows, table.max_length, table.stride, stride)
+                self._storage.spread(runs, num_slots)
+            else:
+                self._storage.resize(max(num_slots, self._storage.num_slots))
+                self._storage.move(old_slots, new_slots)
             self._allocator = SlotAllocator()
             self._allocator.grow(num_slots)
             self._allocator.hold(new_slots)

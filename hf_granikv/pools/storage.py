@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_granikv.pools.run_spread import RunSpread
 from hf_granikv.pools.slot_moves import SlotMoves
 from hf_granikv.pools.slots import Slots
 
@@ -15,10 +16,15 @@ KeysAndValues = tuple[Tensor, Tensor]
 
 def zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Zeros of a shape, in the dtype and on the device of `like`."""
-    # zeros, not empty: masked slots are multiplied by zero weights and must be finite;
+    # zeros, not empty: masked slots are multiplied by zero weights and must be finite
+    return empty(like, shape).zero_()
+
+
+def empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory of a shape, in the dtype and on the device of `like`, that has yet to be written."""
     # never an inference tensor, or a later call outside inference mode could not write to it
     with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 class SlotStorage:
@@ -117,6 +123,23 @@ class SlotStorage:
         """Moves the tokens in the slots `src` to the slots `dst`; the two may overlap."""
         if len(src):
             SlotMoves(src, dst, self._tensors()).run()
+
+    def spread(self, runs: RunSpread, num_slots: int) -> None:
+        """Makes it `num_slots` large, no less than it is, and moves runs apart on the way."""
+        done: list[Tensor] = []
+        try:
+            for side in self._sides:
+                for layer_idx, storage in enumerate(side):
+                    if storage is not None:
+                        larger = empty(storage, (storage.shape[0], num_slots, storage.shape[2]))
+                        runs.copy(storage, larger)
+                        done.append(larger)
+                        side[layer_idx] = larger
+        except BaseException:
+            for larger in done:
+                runs.undo(larger)
+            raise
+        self.num_slots = num_slots
 
     def resize(self, num_slots: int) -> None:
         """Makes it `num_slots` large; the first slots keep what they hold."""

@@ -10,6 +10,7 @@ from test_cold import HEAD_DIM, NUM_HEADS, NUM_LAYERS, TOKEN_BYTES, pool_of
 from token_bytes import TokenBytes, tensor_bytes
 from torch import Tensor
 
+from hf_granikv.pools.run_spread import RunSpread
 from hf_granikv.pools.slot_moves import SlotMoves
 
 
@@ -161,6 +162,39 @@ def test_an_interrupted_move_leaves_tokens_where_they_were(
             held.pool.tidy()
     held.check()
     held.pool.tidy()
+    held.check()
+
+
+@pytest.mark.parametrize("at", range(2 * NUM_LAYERS))
+@pytest.mark.parametrize("is_written", [False, True])
+def test_rows_are_where_they_were_if_moving_them_apart_breaks_off(
+    monkeypatch: pytest.MonkeyPatch, at: int, is_written: bool
+) -> None:
+    held, copy, num_calls = pool_of(20, 3, 20), RunSpread.copy, 0
+
+    def breaking(self: RunSpread, storage: Tensor, larger: Tensor) -> None:
+        nonlocal num_calls
+        if num_calls != at or is_written:
+            copy(self, storage, larger)
+        num_calls += 1
+        if num_calls == at + 1:
+            raise MemoryError
+
+    room = held.pool.table.stride - 20
+    with monkeypatch.context() as patch:
+        patch.setattr(RunSpread, "copy", breaking)
+        with pytest.raises(MemoryError):
+            held.pool.extend(np.array([room + 1, 0, 0]), None)
+    held.check()
+    held.append(room + 1, 0, 2)
+    held.check()
+
+
+def test_rows_that_grow_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = pool_of(20, 3, 20)
+    monkeypatch.setattr(SlotMoves, "__init__", lambda *args: pytest.fail("moved once more"))
+    for _ in range(60):
+        held.append(1, 1, 1)
     held.check()
 
 
