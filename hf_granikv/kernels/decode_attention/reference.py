@@ -47,7 +47,8 @@ def decode_attention(
         seen += [(s.keys, s.values) for s in segments if s.rows is None or s.rows[row] >= 0]
         keys, values = (torch.cat(side, 1)[None] for side in zip(*seen, strict=True))
         own = suffix_attention(query[row : row + 1], keys, values, scale=scale, mask=None)
-        parts = [own.by_kv_head(num_kv_heads)]
+        # float64 ones too are merged in float32
+        parts = [AttentionState(*(t.float() for t in own.by_kv_head(num_kv_heads)))]
         for state in states:
             at = row if state.rows is None else int(state.rows[row])
             pieces = zip(state.out, state.lse, strict=True) if at >= 0 else ()

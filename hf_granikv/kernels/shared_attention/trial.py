@@ -34,5 +34,7 @@ def _error(length: int, key_dim: int, value_dim: int) -> float:
     total = lse.logsumexp(0)
     out = (out * (lse - total).exp().unsqueeze(-1)).sum(0)
     packed = query.view(_ROWS, _HEADS, -1, key_dim).transpose(0, 1).reshape(_HEADS, -1, key_dim)
-    want = gemm_shared_attention(packed.float(), keys.float(), values.float(), scale=_SCALE)
+    # float32 products may be rounded more, as who runs this has asked torch to
+    wide = [t.double() for t in (packed, keys, values)]
+    want = gemm_shared_attention(*wide, scale=_SCALE)
     return max((out - want.out[0]).abs().max().item(), (total - want.lse[0]).abs().max().item())
