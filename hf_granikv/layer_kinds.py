@@ -19,7 +19,8 @@ _CHOOSE_KEYS = {"doge": "keep_window_size", "moshi": "sliding_window"}
 _CODEBOOKS = "reads ids of several codebooks at each position, which is no text"
 _POSITIONS = "counts positions on from its pad id, and generate hands it none of ours"
 _OWN_WAYS = {
-    **dict.fromkeys(("csm", "musicgen_decoder", "musicgen_melody_decoder"), _CODEBOOKS),
+    **dict.fromkeys(("csm", "kyutai_speech_to_text"), _CODEBOOKS),
+    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), _CODEBOOKS),
     **dict.fromkeys(("kosmos_2_text_model", "kosmos_2_5_text_model"), _POSITIONS),
     "dory": "loops over its layers and keeps their caches by itself, which takes layers that hold their "
     "own keys",

@@ -141,6 +141,7 @@ OWN_WAYS: dict[str, tuple[Callable[[], transformers.PreTrainedConfig], str]] = {
     "musicgen_decoder": (musicgen.MusicgenDecoderConfig, "several codebooks"),
     "musicgen_melody_decoder": (musicgen_melody.MusicgenMelodyDecoderConfig, "several codebooks"),
     "csm": (transformers.CsmConfig, "several codebooks"),
+    "kyutai_speech_to_text": (transformers.KyutaiSpeechToTextConfig, "several codebooks"),
     "idefics": (transformers.IdeficsConfig, "no forward pass without an image"),
     # other tokens, silently
     "kosmos_2_text_model": (transformers.Kosmos2Config, "positions on from its pad id"),
