@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_granikv.accounting import described, stats_of
-from hf_granikv.announce import attach_hook, transformers_model
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.cut_prompts import counts_positions_itself, is_asked_by_generate
@@ -48,8 +47,8 @@ class AsymmetricPagedCache(LoadingCache):
     rows of the call before, unless its mask takes them for granted. Without one it is a drop-in for
     `DynamicCache`. What is stored is constant: a backward reaches the tokens of its own forward alone.
 
-    Prefixes may come and go on any thread while an engine runs over the cache, between its steps.
-    Forward passes with the cache itself are refused then, but inside `Engine.paused`.
+    Prefixes and models may come and go on any thread while an engine runs over the cache, between its
+    steps. Forward passes with the cache itself are refused then, but inside `Engine.paused`.
 
     Source: our reading of GraniKV's HOT/COLD storage (its abstract is public, no more).
 
@@ -97,8 +96,9 @@ class AsymmetricPagedCache(LoadingCache):
 
         Raises:
             ValueError: If the ids are not one row of at least one token that the model knows, it does not go with
-                the config of the cache, the cache does not hold the parent, it holds rows that
-                started without any prefix, or `chunk_size` is no positive number.
+                the config of the cache or, as the first prefix, with an engine that runs over it,
+                the cache does not hold the parent, it holds rows that started without any prefix,
+                or `chunk_size` is no positive number.
             StalePrefixError: If the cache holds prefixes that another model has computed.
         """
         state, ids = self._state, one_row_of_ids(input_ids)
@@ -181,28 +181,6 @@ class AsymmetricPagedCache(LoadingCache):
         if self._state.prefixes and rows and not any(leaves):
             self._state.journal.warn_unshared(lookup.why_none(rows, salts))
         return self
-
-    def attach(self, model: nn.Module) -> PreTrainedModel:
-        """Lets another object with the weights of the prefix use the cache.
-
-        Every element is compared with the model that computed the prefix. `prefill` needs no
-        comparison for the model it is given, and forgets all others.
-
-        Returns:
-            The transformers model inside `model`.
-
-        Raises:
-            ValueError: If the model does not go with the config of the cache.
-            StalePrefixError: If it is not as the model of the prefix, or that is gone or has changed.
-        """
-        inner = transformers_model(model)
-        self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
-        if self._state.prefixes:
-            self._models.admit(inner)
-        else:
-            self._models.start(inner)
-        attach_hook(inner)
-        return inner
 
     @between_steps
     def release(self, prefix: Prefix) -> None:

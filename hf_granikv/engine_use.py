@@ -20,6 +20,10 @@ class Runner(Protocol):
     def may_step(self) -> bool:
         """Whether it may run a step while the calling thread goes on."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more turns."""
+
 
 class EngineUse:
     """The engines that run over one cache; they are held weakly."""
@@ -49,6 +53,22 @@ class EngineUse:
             raise RuntimeError(
                 "an engine runs over this cache and may change it at any time; run the model with the "
                 "cache inside `with engine.paused():`, or with a fork of the cache."
+            )
+
+    def check_none_runs(self, model: str) -> None:
+        """Checks that a model may come which the cache does not know, and forget those it knows.
+
+        Args:
+            model: What to call it.
+
+        Raises:
+            ValueError: If one of them runs with a model that the cache knows.
+        """
+        if any(not runner.is_closed for runner in list(self._runners)):
+            raise ValueError(
+                f"an engine runs over this cache with another model object than the {model} given, and "
+                "the cache holds no prefix to compare the two by; give the engine's model, close the "
+                "engine, or build a cache for each."
             )
 
 

@@ -90,9 +90,13 @@ class ForwardReader:
         """Gives the layout, the arguments rewritten, and what is still to come of a cut prompt."""
         state, config = self._state, cast("Any", module.config)
         if kwargs.get("use_cache") is False:
+            takes_positions = "position_ids" in forward_parameters(module)
+            reason = self._served.why_no_pads(takes_positions=takes_positions)
             raise ValueError(
                 "use_cache=False was given, or stands in the model's generation_config, together with "
                 "a cache that holds a prefix; pass use_cache=True, or leave the cache out."
+                # who pads rows shall not learn of it when that is done
+                + (f" With the cache, rows have to be of equal length: {reason}." if reason else "")
             )
         check_arguments(kwargs, takes_media=bool(config.sub_configs))
         check_keeps_cache(module)

@@ -15,8 +15,18 @@ _CACHE_DROPPING_MODELS = ("phi3", "phimoe", "phi4_multimodal")
 # past so many keys, two forwards give other results than one, with any cache: doge chooses among
 # them, and moshi has no window, while its caches keep one
 _CHOOSE_KEYS = {"doge": "keep_window_size", "moshi": "sliding_window"}
-# their forward copies layers of the cache, or reads keys out of them
-_REACH_INTO_LAYERS = ("dory",)
+# what they do that no cache can make up for
+_CODEBOOKS = "reads ids of several codebooks at each position, which is no text"
+_POSITIONS = "counts positions on from its pad id, and generate hands it none of ours"
+_OWN_WAYS = {
+    **dict.fromkeys(("csm", "kyutai_speech_to_text"), _CODEBOOKS),
+    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), _CODEBOOKS),
+    **dict.fromkeys(("kosmos_2_text_model", "kosmos_2_5_text_model"), _POSITIONS),
+    "dory": "loops over its layers and keeps their caches by itself, which takes layers that hold their "
+    "own keys",
+    "idefics": "takes no forward pass without an image, and a prefix is text",
+    "prophetnet": "takes one token at a time once its cache holds any, so no row could go on from a prefix",
+}
 # these call view on keys and values, which DynamicCache returns contiguous
 _VIEWS_KEYS = ("gpt_neox_japanese",)
 # without position_ids, these count positions from the mask, as they should
@@ -62,7 +72,12 @@ class ServedModel:
             raise ValueError("encoder-decoder models are not served; use EncoderDecoderCache.")
         whole, config = config, config.get_text_config(decoder=True)
         model_type = config.model_type
-        layers = layers_of(config)
+        try:
+            layers = layers_of(config)
+        except AttributeError:
+            # what generates no text may have no layers to ask for
+            check_generates(whole)
+            raise
         check_generates(whole)
         has_states = any(layer.num_states for layer in layers)
         if has_states and not any(layer.stores and layer.window is None for layer in layers):
@@ -75,11 +90,8 @@ class ServedModel:
                 f"{model_type} has local layers beside layers that keep states; use DynamicCache "
                 "for this model."
             )
-        if model_type in _REACH_INTO_LAYERS:
-            raise ValueError(
-                f"{model_type} loops over its layers and keeps their caches by itself, which takes "
-                "layers that hold their own keys; use DynamicCache for this model."
-            )
+        if model_type in _OWN_WAYS:
+            raise ValueError(f"{model_type} {_OWN_WAYS[model_type]}; generate without this cache.")
         rope_type, rope_limit = length_dependent_rope(config)
         if rope_type is not None and model_type in _CACHE_DROPPING_MODELS:
             raise ValueError(
@@ -216,6 +228,18 @@ class ServedModel:
                 "use DynamicCache."
             )
 
+    def why_no_pads(self, *, takes_positions: bool) -> str | None:
+        """Why no padded rows can be right, however long they are; None if some can.
+
+        Args:
+            takes_positions: Whether the model's forward takes `position_ids`.
+        """
+        if self.has_states:
+            return f"{self._first_stateful} keeps a state that would read pads as tokens"
+        if not takes_positions and self.model_type not in _POSITIONS_FROM_MASK:
+            return f"{self.model_type} takes no position_ids and counts pads as positions"
+        return None
+
     def check_padding(self, num_columns: int, *, takes_positions: bool) -> None:
         """Checks that the model can tell pads from tokens.
 
@@ -226,21 +250,15 @@ class ServedModel:
         Raises:
             ValueError: If padded rows cannot be right.
         """
-        if self.has_states:
+        if reason := self.why_no_pads(takes_positions=takes_positions):
             raise ValueError(
-                f"{self._first_stateful} keeps a state that would read pads as tokens, so rows of "
-                "different length cannot be right. Run rows of equal length, or one at a time."
+                f"{reason}, so padded rows cannot be right. Run rows of equal length, or one at a time."
             )
         if self.temperature_from is not None and num_columns >= self.temperature_from:
             raise ValueError(
                 f"{self.model_type} tunes the temperature of its attention by columns from "
                 f"{self.temperature_from} on, pads among them; {num_columns} padded columns cannot "
                 "be right. Run rows of equal length, or one at a time."
-            )
-        if not takes_positions and self.model_type not in _POSITIONS_FROM_MASK:
-            raise ValueError(
-                f"{self.model_type} takes no position_ids and counts pads as positions, so padded "
-                "rows cannot be right. Run rows of equal length, or one at a time."
             )
         if self.column_window is not None and num_columns > self.column_window:
             raise ValueError(

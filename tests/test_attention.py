@@ -108,6 +108,7 @@ def test_a_family_without_the_interface_is_not_silently_wrong(config_name: str) 
     assert new_tokens(model, left_padded(ROWS)) == want
 
 
+@pytest.mark.nothing_shared
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma2", "diffllama"])
 def test_a_float64_model_is_served_on_the_dense_route(family: str) -> None:
     """Parts are merged in float32; the merge failed with an error about dtypes."""

@@ -1,6 +1,7 @@
 """`custom_generate=hf_granikv.generate`: the tokens of the call without it, the prefix once."""
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +16,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, set_seed
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from unshared import some_unshared
 
 import hf_granikv
 from hf_granikv import AsymmetricPagedCache, generation
+from hf_granikv.errors import NothingSharedWarning
 
 P = len(PREFIX)
 NUM_NEW = 10
@@ -63,7 +66,8 @@ def assert_stock(
 ) -> None:
     """Checks that a call computes exactly what it would without us, and says why."""
     options = {"min_shared_tokens": 4, **kwargs}
-    with counted(model) as ours:
+    with counted(model) as ours, warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingSharedWarning)
         got = shared(model, inputs, **options)
     assert reason in caplog.text
     options.pop("min_shared_tokens")
@@ -101,10 +105,11 @@ BATCHES: dict[str, Inputs] = {
     ),
     "shorter_than_what_others_share": left_padded([*whole(suffixes(3, 7)), PREFIX[:6]]),
 }
+UNSHARED = ("one_row", "nothing_shared")
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", some_unshared(BATCHES, UNSHARED))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_gives_the_tokens_of_the_call_without_us(
     model: PreTrainedModel, mode: str, batch: str
@@ -229,7 +234,7 @@ class AfterFour(StoppingCriteria):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("batch", ["ragged", "one_row"])
+@pytest.mark.parametrize("batch", some_unshared(["ragged", "one_row"], UNSHARED))
 def test_a_streamer_hears_what_it_would_without_us(model: PreTrainedModel, batch: str) -> None:
     ours, theirs = Recorder(), Recorder()
     stock(model, BATCHES[batch], streamer=theirs)
@@ -250,6 +255,7 @@ def test_stopping_criteria_stop(model: PreTrainedModel) -> None:
     assert got.tolist() == stock(model, BATCHES["ragged"], stopping_criteria=stop).tolist()
 
 
+@pytest.mark.nothing_shared
 @pytest.mark.smoke
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_an_assistant_assists(model: PreTrainedModel, do_sample: bool) -> None:
@@ -363,6 +369,7 @@ def test_nothing_is_shared_unasked_under_autocast(
 # ---- the stock path
 
 
+@pytest.mark.nothing_shared
 def test_a_batch_with_nothing_to_share_meets_the_trie_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -408,6 +415,7 @@ def test_what_cannot_be_shared_takes_the_stock_path(
     assert_stock(model, inputs, caplog, reason, **options)
 
 
+@pytest.mark.nothing_shared
 def test_embeddings_take_the_stock_path(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -432,6 +440,7 @@ class PromptTuned:
         return {**prepared, "input_ids": None, "inputs_embeds": embeds}
 
 
+@pytest.mark.nothing_shared
 def test_prompts_that_an_adapter_adds_to_take_the_stock_path(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -447,6 +456,7 @@ def test_prompts_that_an_adapter_adds_to_take_the_stock_path(
         stock(model, BATCHES["one_length"], **cached(prefilled(model)))
 
 
+@pytest.mark.nothing_shared
 @pytest.mark.parametrize("kind", ["dynamic", "prefilled"])
 def test_a_cache_of_ones_own_is_used_as_it_is(
     model: PreTrainedModel, caplog: pytest.LogCaptureFixture, kind: str
@@ -474,6 +484,7 @@ def test_layers_on_several_devices_take_the_stock_path(
     assert_stock(model, BATCHES["one_length"], caplog, "several devices")
 
 
+@pytest.mark.nothing_shared
 def test_dropout_takes_the_stock_path(tiny_model: Build, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama", attention_dropout=0.5)
     model.train()

@@ -350,6 +350,7 @@ OWN_TYPED = {"gptj": Family("GPTJConfig", base=_LIKE_GPT2)}
 OWN_TYPED["codegen"] = Family("CodeGenConfig", base=_LIKE_GPT2)
 
 
+@pytest.mark.nothing_shared
 @pytest.mark.parametrize("token_type", [0, 5])
 @pytest.mark.parametrize("family", TYPED)
 def test_types_of_tokens_that_a_prefix_was_computed_without_are_refused(

@@ -8,6 +8,7 @@ from families import DENSE_ROUTE, LOCAL, SHARED_PATH, Family
 from prompts import alone, cached, left_padded, new_tokens, prefilled, suffixes, whole
 from refusals import observed
 from transformers import PreTrainedModel
+from unshared import some_unshared
 
 ROWS = whole(suffixes(5, 3))  # the longer one has 25 tokens
 LIMIT = 30
@@ -54,7 +55,7 @@ LIMITED: dict[str, tuple[Callable[[], PreTrainedModel], int]] = {
 
 
 @pytest.mark.parametrize("chunks", [{}, {"prefill_chunk_size": 2}], ids=["whole", "chunks"])
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", some_unshared(LIMITED, ["doge"]))
 def test_a_call_that_may_get_too_long_is_refused_at_its_start(
     name: str, chunks: dict[str, int]
 ) -> None:

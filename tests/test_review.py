@@ -28,6 +28,7 @@ Build = Callable[..., PreTrainedModel]
 ROWS = whole(suffixes(3, 7, 0, 5))
 
 
+@pytest.mark.nothing_shared
 def test_a_layer_that_writes_into_its_mask_takes_the_dense_route() -> None:
     """Doge adds biases of its own to the mask; the shared path would drop them."""
     model = Family("DogeConfig").model(attn_implementation="granikv")
@@ -99,6 +100,7 @@ def test_embeddings_that_contradict_the_prefix_are_refused(
         model.generate(inputs_embeds=embeds, max_new_tokens=2, **cached(prefilled(model)))
 
 
+@pytest.mark.nothing_shared
 def test_autocast_takes_the_dense_route(tiny_model: Build) -> None:
     model = tiny_model("llama")
     with torch.autocast("cpu", torch.bfloat16):

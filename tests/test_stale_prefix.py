@@ -146,6 +146,7 @@ def test_rows_with_adapters_of_their_own_are_refused(model: PreTrainedModel) -> 
     assert new_tokens(model, left_padded(rows), **cached(cache)) == alone(model, rows)
 
 
+@pytest.mark.nothing_shared
 def test_shared_prompts_of_such_rows_are_left_to_the_stock_path(model: PreTrainedModel) -> None:
     layers, rows, names = with_lora(model, "a", "b"), whole(suffixes(5, 5)), ["a", "b"]
     with an_adapter_for_each_row(layers, names):

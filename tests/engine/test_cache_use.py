@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from agents import new_runner
-from engine_rig import LONG, TOKENIZER, WAIT_S, alone, ask, prompt, shared_model
+from engine_rig import LONG, PREFIX_IDS, TOKENIZER, WAIT_S, alone, ask, prompt, shared_model
 from prompts import cached
 from test_engine import Gate
 
+from hf_granikv import AsymmetricPagedCache
 from hf_granikv.engine.engine import Engine
+from hf_granikv.live_rows import LiveRows
 
 OTHER = torch.tensor([TOKENIZER("Another log.")["input_ids"]])
 PROMPT = torch.tensor([prompt("Who?")])
@@ -22,27 +24,68 @@ def child(cache):
     return cache.prefill(shared_model(), OTHER, parent=cache.rows.prefixes.any)
 
 
-USES = {
-    "prefill": lambda cache, path: cache.prefill(shared_model(), OTHER),
-    "prefill of a child": lambda cache, path: child(cache),
-    "bind": lambda cache, path: cache.bind(PROMPT),
-    "release": lambda cache, path: cache.release(cache.rows.prefixes.any),
-    "invalidate": lambda cache, path: cache.invalidate(),
-    "fork": lambda cache, path: cache.fork(),
-    "load": lambda cache, path: cache.load(path, shared_model()),
+def parked(cache):
+    rows = LiveRows(shared_model(), cache)
+    row = rows.start(cache.rows.prefixes.any)
+    with torch.no_grad():
+        rows.forward({row: OTHER[0].tolist()})
+    return rows.park(row)
+
+
+def saved(cache, path):
+    child(cache).save(path)
+    return path
+
+
+def nothing(cache, path):
+    return None
+
+
+# by method: what is needed for a call, and the call
+WAIT = {
+    "attach": (nothing, lambda cache, _: cache.attach(shared_model())),
+    "prefill": (nothing, lambda cache, _: cache.prefill(shared_model(), OTHER)),
+    "prefill of a child": (nothing, lambda cache, _: child(cache)),
+    "promote": (lambda cache, _: parked(cache), lambda cache, row: cache.promote(row, OTHER[0])),
+    "bind": (nothing, lambda cache, _: cache.bind(PROMPT)),
+    "release": (nothing, lambda cache, _: cache.release(cache.rows.prefixes.any)),
+    "invalidate": (nothing, lambda cache, _: cache.invalidate()),
+    "fork": (nothing, lambda cache, _: cache.fork()),
+    "load": (saved, lambda cache, path: cache.load(path, shared_model())),
 }
+# of the cache's report, and of rows that a pause has left in it: no engine reads them
+OWN_ROWS = {
+    "reset": lambda cache: cache.reset(),
+    "crop": lambda cache: cache.crop(-2),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([0])),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "activate_past_recording": lambda cache: cache.activate_past_recording(),
+    "time_groups": lambda cache: cache.time_groups(),
+}
+CHANGE_NOTHING = {"check_integrity", "explain", "stats"}
+# which `announce` refuses, in front of its layers
+OF_A_FORWARD = {"announce", "get_seq_length", "settle"}
+OF_ENGINES = {"attach_in_step", "reading_alone"}
 
 
-@pytest.mark.parametrize("use", USES)
+def test_every_method_of_a_cache_is_known_here():
+    """What transformers has beside them goes through layers, to rows of the cache itself."""
+    known = {each.split()[0] for each in WAIT} | CHANGE_NOTHING | OF_A_FORWARD | OF_ENGINES
+    ours = [cls for cls in AsymmetricPagedCache.__mro__ if cls.__module__.startswith("hf_granikv")]
+    methods = {name for cls in ours for name, value in vars(cls).items() if callable(value)}
+    assert {name for name in methods if not name.startswith("_")} == known | set(OWN_ROWS)
+
+
+@pytest.mark.parametrize("use", WAIT)
 def test_what_changes_prefixes_waits_for_the_step_under_way(engine, cache, tmp_path, use):
-    path, did, done = tmp_path / "prefix.safetensors", threading.Event(), []
-    if use == "load":
-        child(cache).save(path)
+    prepare, call = WAIT[use]
+    needed, did, done = prepare(cache, tmp_path / "prefix.safetensors"), threading.Event(), []
     turn = ask(engine, "Why?", max_new_tokens=40)
     next(iter(turn))
 
     def run():
-        done.append(USES[use](cache, path))
+        done.append(call(cache, needed))
         did.set()
 
     with Gate(shared_model()) as gate:
@@ -57,6 +100,39 @@ def test_what_changes_prefixes_waits_for_the_step_under_way(engine, cache, tmp_p
     assert len(done) == 1
     # its rows hold what they read themselves
     assert turn.result(WAIT_S).token_ids[:12] == alone("Why?", **LONG)
+
+
+@pytest.mark.parametrize("use", OWN_ROWS)
+def test_what_changes_rows_of_the_cache_itself_meets_no_engine(engine, cache, use):
+    with engine.paused():
+        shared_model().generate(PROMPT, **cached(cache), **LONG)
+    turn = ask(engine, "Why?", max_new_tokens=40)
+    next(iter(turn))
+    with Gate(shared_model()) as gate:
+        assert gate.is_reached.wait(WAIT_S)
+        # in the middle of a step
+        OWN_ROWS[use](cache)
+    assert turn.result(WAIT_S).token_ids[:12] == alone("Why?", **LONG)
+    assert ask(engine, "Who?").result(WAIT_S).token_ids == alone("Who?", **LONG)
+    assert cache.stats().hot_tokens == engine.prefix.num_tokens
+
+
+@pytest.mark.parametrize("use", ["attach", "prefill"])
+def test_a_model_that_cannot_be_compared_with_an_engines_is_refused(cache, use):
+    """It was taken, the engine's forgotten, and every turn from then on failed."""
+    other = copy.deepcopy(shared_model())
+    cache.release(cache.rows.prefixes.only)
+    ids = torch.tensor([PREFIX_IDS])
+    calls = {"attach": cache.attach, "prefill": lambda model: cache.prefill(model, ids)}
+    with Engine(shared_model(), cache, TOKENIZER) as engine:
+        with pytest.raises(ValueError, match=r"engine's model, close the engine, or build a cache"):
+            calls[use](other)
+        turn = engine.submit(prompt("Why?"), **LONG)
+        assert turn.result(WAIT_S).token_ids == alone("Why?", **LONG)
+    calls[use](other)
+    assert torch.equal(
+        other.generate(PROMPT, **cached(cache), **LONG), other.generate(PROMPT, **LONG)
+    )
 
 
 def test_prefixes_come_and_go_while_turns_run(engine, cache):

@@ -88,12 +88,16 @@ def assert_same(got: list[Result], want: list[Result], atol: float) -> None:
 @pytest.mark.parametrize("cell", cells(SERVED, MODES), ids=named)
 def test_a_cell_is_exact(tiny_model: Build, cell: Cell) -> None:
     held = check(tiny_model, cell, MODES[cell.mode], NUM_NEW, ATOL)
-    assert ("dense route" in held.explain()) == (cell.family in DENSE_ROUTE)
+    is_dense = cell.family in DENSE_ROUTE
+    assert ("dense route" in held.explain()) == is_dense
+    # a single row has nobody to share with
+    assert held.rows.journal.has_warned == (is_dense and len(MODES[cell.mode].lengths) > 1)
 
 
 @pytest.mark.parametrize("cell", cells(HYBRIDS, HYBRID_MODES), ids=named)
 def test_a_cell_of_a_hybrid_is_exact(tiny_model: Build, cell: Cell) -> None:
-    check(tiny_model, cell, HYBRID_MODES[cell.mode], 4, WIDER_ATOL.get(cell.family, ATOL))
+    mode, atol = HYBRID_MODES[cell.mode], WIDER_ATOL.get(cell.family, ATOL)
+    assert not check(tiny_model, cell, mode, 4, atol).rows.journal.has_warned
 
 
 @pytest.mark.parametrize(("family", "mode"), REFUSED_CELLS)

@@ -137,6 +137,7 @@ def test_a_family_that_cannot_be_served_is_refused_by_name(family: str) -> None:
         AsymmetricPagedCache(config)
 
 
+@pytest.mark.nothing_shared
 def test_local_attention_of_gpt_neo_is_exact_within_its_window(tiny_model: Build) -> None:
     """Its local layers count columns, so padded rows are right only while all columns fit."""
     model = DENSE_ROUTE["gpt_neo"].model(attn_implementation="eager", window_size=16)
@@ -155,12 +156,14 @@ COUNTS_COLUMNS = {
 }
 
 
+@pytest.mark.nothing_shared
 def test_a_family_whose_own_positions_start_elsewhere_is_exact() -> None:
     """RoBERTa counts from its pad id on, but generate hands it positions from 0 on."""
     model = COUNTS_FROM_ELSEWHERE.model(attn_implementation="eager")
     assert new_tokens(model, left_padded(ROWS), **cached(prefilled(model))) == alone(model, ROWS)
 
 
+@pytest.mark.nothing_shared
 @pytest.mark.parametrize("family", COUNTS_COLUMNS)
 def test_a_family_that_counts_pads_as_positions_is_exact_without_or_refused(family: str) -> None:
     model, rows = COUNTS_COLUMNS[family].model(attn_implementation="eager"), whole(suffixes(4, 4))

@@ -64,6 +64,7 @@ def test_a_runner_asks_an_offloaded_model() -> None:
     assert new_runner(model, byte_tokenizer()).run(MESSAGES, max_new_tokens=5) == want
 
 
+@pytest.mark.nothing_shared
 def test_a_custom_loop_reckons_with_an_offloaded_model() -> None:
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     inputs = left_padded(whole(suffixes(3, 3), tokens(200, seed=3)))

@@ -6,6 +6,7 @@ and which then silently did without (vllm-project/vllm #51198).
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import transformers
 from families import COMMON
 from prompts import alone, cached, left_padded, new_tokens, prefilled, suffixes, whole
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models import musicgen, musicgen_melody
+from unshared import some_unshared
 
 from hf_granikv import AsymmetricPagedCache
 
@@ -45,6 +48,8 @@ EXACT = (
     *("Ministral", "ModernBertDecoder", "NanoChat", "Olmo", "Olmo3", "Olmoe", "Qwen2Moe"),
     *("SeedOss", "VaultGemma", "XGLM", "Bert", "Roberta", "GPTNeoXJapanese"),
 )
+# these have no attention but their own
+WITHOUT_INTERFACE = ("XGLM", "GPTNeoXJapanese")
 # keys and values as latents; as many heads of them as of queries
 LATENT = ("DeepseekV2", "Glm4MoeLite", "MiniCPM3", "Youtu")
 COUNT_PADS = ("Bart", "MBart", "Pegasus", "Marian", "Blenderbot")
@@ -93,7 +98,7 @@ def assert_exact(name: str, rows: list[list[int]], **options: Any) -> None:
     held.check_integrity()
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", some_unshared(EXACT, WITHOUT_INTERFACE))
 def test_rows_get_the_tokens_they_have_alone(name: str) -> None:
     assert_exact(name, RAGGED)
 
@@ -127,6 +132,33 @@ def test_a_model_that_reaches_into_layers_of_a_cache_is_refused(mode: str) -> No
         AsymmetricPagedCache(config)
 
 
+OWN_WAYS: dict[str, tuple[Callable[[], transformers.PreTrainedConfig], str]] = {
+    # assertions and shapes, in the first forward over a prefix or that computes one
+    "prophetnet": (
+        lambda: transformers.ProphetNetConfig(is_encoder_decoder=False, is_decoder=True),
+        "one token at a time",
+    ),
+    "musicgen_decoder": (musicgen.MusicgenDecoderConfig, "several codebooks"),
+    "musicgen_melody_decoder": (musicgen_melody.MusicgenMelodyDecoderConfig, "several codebooks"),
+    "csm": (transformers.CsmConfig, "several codebooks"),
+    "kyutai_speech_to_text": (transformers.KyutaiSpeechToTextConfig, "several codebooks"),
+    "idefics": (transformers.IdeficsConfig, "no forward pass without an image"),
+    # other tokens, silently
+    "kosmos_2_text_model": (transformers.Kosmos2Config, "positions on from its pad id"),
+    "kosmos_2_5_text_model": (transformers.Kosmos2_5Config, "positions on from its pad id"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_a_model_that_would_fail_over_a_prefix_is_refused_when_the_cache_is_built(
+    name: str,
+) -> None:
+    config, why = OWN_WAYS[name]
+    with pytest.raises(ValueError, match=rf"{name} .*{why}.*; generate without this cache"):
+        AsymmetricPagedCache(config())
+
+
+@pytest.mark.nothing_shared
 def test_a_model_that_sees_more_than_its_caches_keep_is_exact_or_refused() -> None:
     """Moshi has a `sliding_window` that its masks know nothing of."""
     options = {"ffn_dim": 64, "sliding_window": 40}
@@ -149,7 +181,11 @@ def test_a_model_that_keeps_a_cache_of_its_own_is_refused(name: str) -> None:
         AsymmetricPagedCache(config_of(name))
 
 
-@pytest.mark.parametrize("name", ["ViT", "CLIP", "CLIPText", "Reformer", "XLNet", "XLM"])
+# the last two have no number of layers
+@pytest.mark.parametrize(
+    "name",
+    ["ViT", "CLIP", "CLIPText", "Reformer", "XLNet", "XLM", "Perceiver", "Encodec"],
+)
 def test_what_generates_no_text_with_a_cache_is_refused_when_the_cache_is_built(name: str) -> None:
     with pytest.raises(ValueError, match=r"has no cache, or a cache of its own kind"):
         AsymmetricPagedCache(getattr(transformers, f"{name}Config")())

@@ -176,7 +176,7 @@ def test_drafts_for_a_hybrid_are_refused_before_any_forward(
     )
 
 
-@pytest.mark.filterwarnings("ignore::hf_granikv.errors.NothingSharedWarning")
+@pytest.mark.nothing_shared
 @pytest.mark.parametrize("family", CONVOLUTIONS)
 def test_a_call_without_a_cache_of_ours_keeps_its_drafts(tiny_model: Build, family: str) -> None:
     """What stock caches can take back is left to them, though `hf_granikv.generate` is asked."""

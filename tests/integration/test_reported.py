@@ -158,6 +158,7 @@ SAY_NO = {
 }
 
 
+@pytest.mark.nothing_shared
 @pytest.mark.parametrize("family", SAY_NO)
 def test_a_cache_is_used_where_the_call_says_so(family: str) -> None:
     model, rows = SAY_NO[family].model(attn_implementation="eager"), whole(suffixes(4, 4))
@@ -181,6 +182,27 @@ def test_a_config_that_says_no_cache_is_outvoted_or_named(family: str) -> None:
     except ValueError as error:
         outcome = "names it" if "use_cache=True" in str(error) else str(error)
     assert outcome in ("names it", alone(model, rows))
+
+
+@pytest.mark.nothing_shared
+@pytest.mark.parametrize("family", SAY_NO)
+def test_a_refusal_for_lack_of_a_cache_says_what_the_rows_will_need_then(family: str) -> None:
+    """Following it, rows of a model that counts pads met the next refusal."""
+    model, rows = (
+        SAY_NO[family].model(attn_implementation="eager"),
+        left_padded(whole(suffixes(3, 7, 1))),
+    )
+    with pytest.raises(ValueError, match="pass use_cache=True") as refused:
+        new_tokens(model, rows, **cached(prefilled(model)))
+    later = None
+    try:
+        new_tokens(model, rows, use_cache=True, **cached(prefilled(model)))
+    except ValueError as error:
+        later = str(error).split(",")[0]
+    counts_pads = "mpt takes no position_ids and counts pads as positions"
+    assert later == (counts_pads if family == "mpt" else None)
+    assert ("equal length" in str(refused.value)) == (later is not None)
+    assert (later or "") in str(refused.value)
 
 
 # ---- what models and their users do with what a cache returns
