@@ -82,7 +82,7 @@ class Engine(OneOfAKind):
         worth = Worth(model, options.min_shared_tokens)
         batch = Batch(self._rows, self._limits, self._memories, cost, worth)
         self._figures = batch.figures
-        self._worker = Worker(batch)
+        self._worker = Worker(batch, cache.engines.step_lock)
         self._memories.on_close = self._worker.tidy
         cache.engines.add(self._worker)
         self._finalizer = weakref.finalize(self, self._worker.close)

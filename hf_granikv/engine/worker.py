@@ -9,6 +9,7 @@ import torch
 
 from hf_granikv.engine.batch import Batch
 from hf_granikv.engine.job import Job
+from hf_granikv.engine_use import StepLock
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +22,18 @@ class Worker:
 
     Args:
         batch: Touched by the thread alone, or by whoever has paused it.
+        step_lock: Held for each step, and by those who pause.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, step_lock: StepLock) -> None:
         self._batch = batch
         self._changed = threading.Condition()
         self._orders: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._num_pausing = 0
-        self._pausing: int | None = None
         self._is_closed = False
         self._because: BaseException | None = None
-        # held for each step, and by those who pause
-        self._model_lock = threading.RLock()
+        self._step_lock = step_lock
 
     @property
     def is_closed(self) -> bool:
@@ -43,9 +43,7 @@ class Worker:
     @property
     def may_step(self) -> bool:
         """Whether a step may run while the calling thread goes on: it neither runs nor pauses them."""
-        is_ours = (
-            threading.current_thread() is self._thread or threading.get_ident() == self._pausing
-        )
+        is_ours = threading.current_thread() is self._thread or self._step_lock.is_ours
         return not (self._is_closed or is_ours)
 
     def submit(self, job: Job) -> None:
@@ -84,12 +82,8 @@ class Worker:
     @contextlib.contextmanager
     def paused(self) -> Iterator[Batch]:
         """Keeps the thread between two steps while the caller uses the model."""
-        with self.gathering(), self._model_lock:
-            outer, self._pausing = self._pausing, threading.get_ident()
-            try:
-                yield self._batch
-            finally:
-                self._pausing = outer
+        with self.gathering(), self._step_lock:
+            yield self._batch
 
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
@@ -115,19 +109,15 @@ class Worker:
             thread = self._thread
             self._changed.notify_all()
         # the thread cannot end before whoever keeps it between two steps lets it go on
-        is_waiting_for_us = self._pausing == threading.get_ident()
-        if (
-            thread is not None
-            and thread is not threading.current_thread()
-            and not is_waiting_for_us
-        ):
+        is_ours = thread is threading.current_thread() or self._step_lock.is_ours
+        if thread is not None and not is_ours:
             thread.join()
 
     def _run(self) -> None:
         try:
             with torch.no_grad():
                 while self._next_orders():
-                    with self._model_lock:
+                    with self._step_lock:
                         self._step()
         except BaseException as error:
             logger.exception("the thread of the engine ends")
@@ -157,7 +147,7 @@ class Worker:
                 self._changed.wait()
             orders, self._orders = self._orders, []
             is_closed = self._is_closed
-        with self._model_lock:
+        with self._step_lock:
             for order in orders:
                 order()
             if is_closed and self._because is not None:
