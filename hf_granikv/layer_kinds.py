@@ -216,17 +216,20 @@ class ServedModel:
                 "use DynamicCache."
             )
 
-    def check_padding(self, num_columns: int, *, takes_positions: bool) -> None:
+    def check_padding(
+        self, num_columns: int, *, takes_positions: bool, reads_pads: bool = True
+    ) -> None:
         """Checks that the model can tell pads from tokens.
 
         Args:
             num_columns: Columns of a mask that has pads.
             takes_positions: Whether its forward takes `position_ids`.
+            reads_pads: Whether layers with states have read some of the pads, or are about to.
 
         Raises:
             ValueError: If padded rows cannot be right.
         """
-        if self.has_states:
+        if self.has_states and reads_pads:
             raise ValueError(
                 f"{self._first_stateful} keeps a state that would read pads as tokens, so rows of "
                 "different length cannot be right. Run rows of equal length, or one at a time."
