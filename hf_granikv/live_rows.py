@@ -170,7 +170,7 @@ class LiveRows(RowPlaces):
         return parked
 
     def drop(self, row: Row) -> None:
-        """Takes a row out of the batch; what it held is freed at once."""
+        """Takes a row out of the batch; what it held is freed at once, states before the next step."""
         if row._alone is None:
             self._leave_common(row)
         else:
