@@ -23,7 +23,7 @@ class ParkedRow:
         num_tokens: Its private tokens.
         tokens: Per layer, their keys and values, `[num_kv_heads, num_tokens, head_dim]` each; those of
             a lent row are read when they are asked for.
-        states: Per layer with states, `[1, ...]` each.
+        states: Per layer with states, `[1, ...]` each; those of a lent row likewise.
         epoch: That of the rows it was one of.
     """
 
@@ -31,7 +31,7 @@ class ParkedRow:
     num_seen: int
     num_tokens: int
     tokens: Sequence[KeysAndValues | None] = field(repr=False)
-    states: tuple[LayerStates, ...] = field(repr=False)
+    states: Sequence[LayerStates] = field(repr=False)
     epoch: object = field(repr=False)
 
     @classmethod
@@ -167,9 +167,15 @@ class BatchRows:
         self._owned = None if self._owned is None else self._owned[indices]
 
     def park(self, row: int) -> ParkedRow:
-        """Copies what a row holds; it stays in the batch."""
+        """Copies what a row holds; it stays in the batch.
+
+        Raises:
+            TornStateError: If a failed forward has changed the states of the rows.
+        """
         lent = self.lend(row)
-        return replace(lent, tokens=tuple(self.cold.take_row(row)))
+        self.row_states.check_whole()
+        states = tuple(self.row_states.take_row(row))
+        return replace(lent, tokens=tuple(self.cold.take_row(row)), states=states)
 
     def lend(self, row: int, num_tokens: int | None = None) -> ParkedRow:
         """What a row holds, or its first tokens, where they are; valid until some row changes."""
@@ -179,7 +185,7 @@ class BatchRows:
             num_seen=int(self.reads.lengths[row]),
             num_tokens=tokens.num_tokens,
             tokens=tokens,
-            states=tuple(self.row_states.take_row(row)),
+            states=self.row_states.lend_row(row),
             epoch=self.epoch,
         )
 
@@ -218,9 +224,14 @@ class BatchRows:
         if row < len(order):
             order[row] = self.num_rows - 1
         self.cold.remove_row(row)
-        self.row_states.select(order)
+        self.row_states.remove_row(row)
         self.reads = self.reads.selected(order)
         self._align()
+
+    def tidy(self) -> None:
+        """Gives back what rows that left have freed; see `ColdPool.tidy`."""
+        self.cold.tidy()
+        self.row_states.trim()
 
     def exchange(self, replaced: Mapping[Prefix, Prefix]) -> None:
         """Lets rows read others in the place of some prefixes: the same ids in other parts."""

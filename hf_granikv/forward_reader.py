@@ -126,7 +126,11 @@ class ForwardReader:
         if positions is not None and served.has_length_limit:
             served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1 + num_ahead)
         if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
-            served.check_padding(mask.shape[-1] + num_ahead, takes_positions=takes_positions)
+            # rows that come and go have each read their own tokens; pads are where others have more
+            reads_pads = not self._state.is_live or not layout.owned.all()
+            served.check_padding(
+                mask.shape[-1] + num_ahead, takes_positions=takes_positions, reads_pads=reads_pads
+            )
         served.check_reach(layout.reads)
 
     def first_column(self, caller: FrameType) -> int:

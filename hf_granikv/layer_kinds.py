@@ -228,29 +228,33 @@ class ServedModel:
                 "use DynamicCache."
             )
 
-    def why_no_pads(self, *, takes_positions: bool) -> str | None:
+    def why_no_pads(self, *, takes_positions: bool, reads_pads: bool = True) -> str | None:
         """Why no padded rows can be right, however long they are; None if some can.
 
         Args:
             takes_positions: Whether the model's forward takes `position_ids`.
+            reads_pads: Whether layers with states have read some of the pads, or are about to.
         """
-        if self.has_states:
+        if self.has_states and reads_pads:
             return f"{self._first_stateful} keeps a state that would read pads as tokens"
         if not takes_positions and self.model_type not in _POSITIONS_FROM_MASK:
             return f"{self.model_type} takes no position_ids and counts pads as positions"
         return None
 
-    def check_padding(self, num_columns: int, *, takes_positions: bool) -> None:
+    def check_padding(
+        self, num_columns: int, *, takes_positions: bool, reads_pads: bool = True
+    ) -> None:
         """Checks that the model can tell pads from tokens.
 
         Args:
             num_columns: Columns of a mask that has pads.
             takes_positions: Whether its forward takes `position_ids`.
+            reads_pads: See `why_no_pads`.
 
         Raises:
             ValueError: If padded rows cannot be right.
         """
-        if reason := self.why_no_pads(takes_positions=takes_positions):
+        if reason := self.why_no_pads(takes_positions=takes_positions, reads_pads=reads_pads):
             raise ValueError(
                 f"{reason}, so padded rows cannot be right. Run rows of equal length, or one at a time."
             )

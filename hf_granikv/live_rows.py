@@ -1,6 +1,6 @@
 """Rows that come and go between forward passes, each taking as many tokens as it likes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class LiveRows(RowPlaces):
     ```
 
     A step is one forward over the new tokens of all, side by side, without pads. Models that cannot
-    run so (`why_not_packed`) get one for the common batch and one for each other row, or for each row.
+    run so (`why_not_packed`) get one for the common batch and one for each other row; one for each
+    row where RoPE depends on the length.
 
     Args:
         model: The model; its prefixes were computed with it.
@@ -53,7 +54,7 @@ class LiveRows(RowPlaces):
         served = ServedModel.from_config(self._model.config)
         self._runs = SegmentRuns(self._model, served)
         self.has_states = served.has_states
-        self._needs_rows_apart = served.has_states or served.rope_type is not None
+        self._needs_rows_apart = served.rope_type is not None
         self._cold_slots = cache.rows.options.cold_slots
         self._journal = Journal()
         super().__init__(self._open_common())
@@ -114,13 +115,14 @@ class LiveRows(RowPlaces):
         Raises:
             ColdPoolFullError: If there is no room for the tokens; nothing has changed.
             ValueError: If a row is given no token.
-            TornStateError: If a forward failed before that had changed states of a row; drop it. Any
-                other error of the model leaves rows without states as they were.
+            TornStateError: If a forward failed before that had changed states of a row; drop it. Nothing
+                has changed. Any other error of the model leaves rows without states as they were.
         """
         if empty := [row for row, ids in feeds.items() if not len(ids)]:
             raise ValueError(f"{len(empty)} rows were given no token; leave them out.")
         check_slots(self._cold_slots, self.num_slots_used, sum(map(len, feeds.values())))
         while True:
+            self._check_whole(feeds)
             batches = self._arranged(feeds)
             segments = [
                 Segment(self._cache_of(rows[0]), self._ids(rows, feeds)) for rows in batches
@@ -129,7 +131,7 @@ class LiveRows(RowPlaces):
             try:
                 logits = self._runs.run(segments)
             except NotPackableError as error:
-                if self.why_not_packed is not None:
+                if self._runs.needs_mask:
                     raise
                 self._stop_packing(str(error))
             else:
@@ -146,7 +148,8 @@ class LiveRows(RowPlaces):
             return
         if num_tokens > self.num_tokens(row):
             raise ValueError(f"{num_tokens} tokens to take away, {self.num_tokens(row)} are held.")
-        self._set_apart(row)
+        if not self.has_states:
+            self._set_apart(row)
         self._cache_of(row).crop(-num_tokens)
 
     def park(self, row: Row) -> ParkedRow:
@@ -154,12 +157,12 @@ class LiveRows(RowPlaces):
 
         Raises:
             ColdPoolFullError: If the budget has no room for a copy; nothing has changed.
+            TornStateError: As in `forward`.
         """
         state, index = self._place(row)
         if state.num_rows:
             # its states are there twice as well
-            num_beside = 0 if self._budget is None else self._budget.sizes.tokens_per_row
-            self.make_room([], self.num_tokens(row) + num_beside)
+            self.make_room([], self.num_tokens(row) + self._num_beside)
             parked = state.park(index)
         else:
             parked = self.lend(row)
@@ -167,7 +170,7 @@ class LiveRows(RowPlaces):
         return parked
 
     def drop(self, row: Row) -> None:
-        """Takes a row out of the batch; what it held is freed at once."""
+        """Takes a row out of the batch; what it held is freed at once, states before the next step."""
         if row._alone is None:
             self._leave_common(row)
         else:
@@ -178,7 +181,7 @@ class LiveRows(RowPlaces):
     def _open(self, cache: AsymmetricPagedCache) -> AsymmetricPagedCache:
         """Makes a cache one of this batch."""
         state = cache.rows
-        state.is_live, state.needs_mask = True, self.why_not_packed is not None
+        state.is_live, state.needs_mask = True, self._runs.needs_mask
         state.cold.limit, state.journal = self._cold_slots, self._journal
         return cache
 
@@ -193,31 +196,56 @@ class LiveRows(RowPlaces):
         for row in list(self._merged):
             if len(feeds.get(row, ())) != 1:
                 self._set_apart(row)
-        may_merge = self.why_not_packed is None or not self._needs_rows_apart
-        for row in list(self._alone):
-            has_one = len(feeds.get(row, ())) == 1
-            if may_merge and has_one and self._cache_of(row).rows.num_rows:
-                self._merge(row)
-        self._common.rows.cold.tidy()
+        if not self._needs_rows_apart:
+            self._merge([row for row in self._alone if len(feeds.get(row, ())) == 1])
+        self._common.rows.tidy()
         alone = [[row] for row in self._alone if row in feeds]
         return [list(self._merged), *alone] if self._merged else alone
 
-    def _merge(self, row: Row) -> None:
+    def _merge(self, rows: Sequence[Row]) -> None:
+        """Moves rows that hold something into the common batch."""
+        rows = [row for row in rows if self._cache_of(row).rows.num_rows]
+        if self.has_states and self._journal.dense_reads and not self._runs.needs_mask:
+            # found out here, since a forward that finds it out costs rows their states
+            self._stop_packing("its attention reads keys and values in one piece")
+        for row in rows:
+            self._prefixes.rows.check_epoch(self._cache_of(row).rows)
+        if rows and not self._merged:
+            first, *rows = rows
+            self._common = self._cache_of(first)
+            self._common.rows.prefixes.let_all_go()
+            self._note_merged(first)
+        for num_done, row in enumerate(rows):
+            self._merge_one(row, len(rows) - num_done)
+
+    def _merge_one(self, row: Row, num_to_come: int) -> None:
         """Moves a row into the common batch; without room for it to be there twice it stays."""
         alone = self._cache_of(row)
-        self._prefixes.rows.check_epoch(alone.rows)
-        if not self._merged:
-            alone.rows.prefixes.let_all_go()
-            self._common = alone
-        else:
-            try:
-                self._join(self._common, alone.rows.lend(0))
-            except ColdPoolFullError:
-                return
-            alone.reset()
+        if self._budget is None:
+            # one copy of what is there for all that come
+            self._common.rows.row_states.reserve(len(self._merged) + num_to_come)
+        try:
+            self._join(self._common, alone.rows.lend(0), self._num_beside)
+        except ColdPoolFullError:
+            return
+        alone.reset()
+        self._note_merged(row)
+
+    def _note_merged(self, row: Row) -> None:
         self._alone.remove(row)
         self._merged.append(row)
         row._alone = None
+
+    @property
+    def _num_beside(self) -> int:
+        """Tokens that take as much as the states of a row do, where that is counted."""
+        return 0 if self._budget is None else self._budget.sizes.tokens_per_row
+
+    def _check_whole(self, rows: Iterable[Row]) -> None:
+        for state in {self._cache_of(row).rows for row in rows} if self.has_states else ():
+            # an interrupt may have left something of a forward
+            state.settle()
+            state.row_states.check_whole()
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:
         return torch.tensor([list(feeds[row]) for row in rows], device=device_of_ids(self._model))
@@ -232,6 +260,8 @@ class LiveRows(RowPlaces):
             lent = state.lend(index)
             alone = self._open(self._prefixes.reading_alone(lent.prefix))
             self._join(alone, lent)
+            if state.row_states.is_torn:
+                alone.rows.row_states.tear()
             self._leave_common(row)
         row._alone = alone
         self._alone.append(row)
@@ -240,9 +270,6 @@ class LiveRows(RowPlaces):
         self._runs.stop_packing(reason)
         for rows in self._states:
             rows.needs_mask = True
-        if self.has_states:
-            for row in list(self._merged):
-                self._set_apart(row)
 
     def _leave_common(self, row: Row) -> None:
         index = self._merged.index(row)
@@ -260,5 +287,6 @@ class LiveRows(RowPlaces):
     def make_room(self, coming: Sequence[Coming], num_copied: int = 0) -> None:
         """Makes room for what comes into pools, and for copies outside; see `RowBudget.make_room`."""
         if self._budget is not None:
+            self._common.rows.row_states.trim()
             num_rows, beside = len(self._merged) + len(self._alone), self.levels.num_bytes
             self._budget.make_room(self.pools, num_rows, coming, num_copied, beside)

@@ -118,11 +118,16 @@ class _PackedLayer(CacheLayerMixin):
 
 def why_not_packable(model: Any, served: ServedModel) -> str | None:
     """Why a model cannot run packed tokens; None if nothing is known to be in the way."""
+    if served.has_states:
+        return "layers keep states, which would run on from row to row"
+    return why_masked(model, served)
+
+
+def why_masked(model: Any, served: ServedModel) -> str | None:
+    """Why a model needs masks over rows of different length; None if nothing is known of that."""
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention != "granikv":
         return f"its attention is {attention!r}, not 'granikv'"
-    if served.has_states:
-        return "layers keep states, which would run on from row to row"
     if served.column_window is not None or served.temperature_from is not None:
         return "its attention counts columns"
     if served.rope_type is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_granikv.announce import forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.layer_kinds import ServedModel
-from hf_granikv.packed import PackedCache, Segment, why_not_packable
+from hf_granikv.packed import PackedCache, Segment, why_masked, why_not_packable
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +23,19 @@ class SegmentRuns:
 
     Attributes:
         why_not_packed: Why steps take several forwards; None if they take one.
+        needs_mask: Whether the model is to be given masks over rows of different length.
     """
 
     def __init__(self, model: Any, served: ServedModel) -> None:
         self._model = model
         self._has_states = served.has_states
         self.why_not_packed = why_not_packable(model, served)
+        self.needs_mask = why_masked(model, served) is not None
 
     def stop_packing(self, reason: str) -> None:
-        """Takes a forward for each segment from now on."""
-        logger.info("steps take one forward for each batch: %s.", reason)
-        self.why_not_packed = reason
+        """Takes a forward with a mask for each segment from now on."""
+        logger.info("steps take one forward with a mask for each batch: %s.", reason)
+        self.why_not_packed, self.needs_mask = reason, True
 
     def run(self, segments: list[Segment]) -> list[Tensor]:
         """Gives the logits after the last token of each row, segment by segment.
@@ -43,14 +45,16 @@ class SegmentRuns:
         """
         if len(segments) > 1 and self.why_not_packed is None:
             return self._run_packed(segments)
-        logits: list[Tensor] = []
+        # a prompt fails sooner than a decode step, whose rows might lose their states to it
+        order = sorted(range(len(segments)), key=lambda i: -segments[i].input_ids.shape[1])
+        logits: dict[int, Tensor] = {}
         try:
-            for segment in segments:
-                logits.append(self._run_alone(segment))
+            for i in order:
+                logits[i] = self._run_alone(segments[i])
         except BaseException:
-            self._take_back(segments[: len(logits)])
+            self._take_back([segments[i] for i in logits])
             raise
-        return logits
+        return [logits[i] for i in range(len(segments))]
 
     def _take_back(self, segments: list[Segment]) -> None:
         for cache, ids in segments:

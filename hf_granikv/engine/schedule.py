@@ -66,7 +66,8 @@ class Limits:
     def ahead(self, seats: "Sequence[Seat]") -> int:
         """What has to be free beside when the last of these turns enters."""
         to_come = sum(min(seat.num_to_come, self.lookahead) for seat in seats)
-        return to_come + max(seat.num_ids for seat in seats) * self.moves_rows
+        longest = max(seat.num_ids for seat in seats)
+        return to_come + (longest + self.tokens_per_row) * self.moves_rows
 
 
 @dataclass(frozen=True, slots=True)

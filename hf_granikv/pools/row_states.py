@@ -1,7 +1,7 @@
 """States of layers that do not keep tokens: recurrent and convolution states."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,11 +39,13 @@ class RowStates:
 
     ```
     stored with the prefix   layer 0  [1, ...]                        layer 2  [1, ...]
-    the rows' own            layer 0  [num_rows, ...]                 layer 2  [num_rows, ...]
+    the rows' own            layer 0  [num_rows, ...] room            layer 2  [num_rows, ...] room
     ```
 
     A forward writes over the states of its rows, so each row starts from a copy, and what a
-    forward that failed has written cannot be taken back: such rows are torn.
+    forward that failed has written cannot be taken back: such rows are torn. Rows join and leave in
+    place: what leaves is room for what joins, until `trim`. Storages change layer by layer, so that
+    one layer at a time is there twice.
 
     Args:
         layers: The layers that keep states.
@@ -52,6 +54,8 @@ class RowStates:
     def __init__(self, layers: Sequence[StatefulLayer] = ()) -> None:
         self._layers = layers
         self._is_torn = False
+        # whether some storage may have room for more rows than there are
+        self._has_room = False
         # what the states were when the forward under way began; None between forwards
         self._marks: list[tuple[int, int]] | None = None
 
@@ -64,6 +68,11 @@ class RowStates:
     def is_open(self) -> bool:
         """Whether a forward has been announced and not been settled."""
         return self._marks is not None
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the states are those of other tokens than are held."""
+        return self._is_torn
 
     def begin(self, stored: Sequence[LayerStates], num_rows: int) -> None:
         """Starts rows from copies of the states of a prefix.
@@ -118,27 +127,52 @@ class RowStates:
 
     def take_row(self, row: int) -> list[LayerStates]:
         """Copies of the states of one row, `[1, ...]` each."""
-        return [
-            {key: _copied(t[row : row + 1]) for key, t in layer.states().items()}
-            for layer in self._layers
-        ]
+        return [{key: _copied(t) for key, t in of_layer.items()} for of_layer in self.lend_row(row)]
+
+    def lend_row(self, row: int) -> "LentStates":
+        """The states of one row, read when they are asked for; valid until rows change."""
+        return LentStates(self._layers, row)
+
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for so many rows; those held stay as they are, if it fails too."""
+        for layer in self._layers:
+            if any(_num_places(state) < num_rows for state in layer.states().values()):
+                self._has_room = True
+                self._change(layer, lambda t: _moved(t, num_rows))
+
+    def trim(self) -> None:
+        """Gives back the room that rows have left."""
+        for layer in self._layers if self._has_room else ():
+            self._change(layer, lambda t: t if _num_places(t) == len(t) else _moved(t, len(t)))
+        self._has_room = False
 
     def add_row(self, states: Sequence[LayerStates]) -> None:
         """Adds a row with these states behind the others.
 
         Args:
-            states: What `take_row` gave.
+            states: What `take_row` or `lend_row` gave.
         """
-        held = [layer.states() for layer in self._layers]
-        # made where they are loaded
-        joined = (
-            {
-                key: torch.cat([ours[key], t]) if key in ours else _copied(t)
-                for key, t in its.items()
-            }
-            for ours, its in zip(held, states, strict=True)
-        )
-        self._load(joined, Tensor.detach)
+        num_rows = max((t.shape[0] for t in self._tensors()), default=0)
+        if not num_rows:
+            self._load(states, _copied)
+            return
+        self.reserve(num_rows + 1)
+        try:
+            for layer, its in zip(self._layers, states, strict=True):
+                self._change(layer, _widened)
+                for key, state in layer.states().items():
+                    _copy_row(state, num_rows, its[key])
+        except BaseException:
+            self._keep(num_rows)
+            raise
+
+    def remove_row(self, row: int) -> None:
+        """Forgets a row; the last one takes its place. Nothing is allocated."""
+        last = max((t.shape[0] for t in self._tensors()), default=1) - 1
+        for state in self._tensors() if row < last else ():
+            _copy_row(state, row, state[last:])
+        self._has_room = True
+        self._keep(last)
 
     def release(self) -> None:
         """Forgets all rows."""
@@ -176,6 +210,17 @@ class RowStates:
         for layer, of_layer in zip(self._layers, changed, strict=True):
             layer.load(of_layer)
 
+    def _change(self, layer: StatefulLayer, change: Callable[[Tensor], Tensor]) -> None:
+        with torch.inference_mode(False):
+            layer.load({key: change(state.detach()) for key, state in layer.states().items()})
+
+    def _keep(self, num_rows: int) -> None:
+        for layer in self._layers:
+            if num_rows:
+                self._change(layer, lambda t: t[:num_rows])
+            else:
+                layer.load({})
+
     def _tensors(self) -> list[Tensor]:
         return [state for layer in self._layers for state in layer.states().values()]
 
@@ -183,5 +228,46 @@ class RowStates:
         return [(state.data_ptr(), state._version) for state in self._tensors()]
 
 
+class LentStates(Sequence[LayerStates]):
+    """The states of one row, layer by layer, as they are among those of its batch.
+
+    Args:
+        layers: The layers that keep states.
+        row: The row.
+    """
+
+    def __init__(self, layers: Sequence[StatefulLayer], row: int) -> None:
+        self._layers = layers
+        self._row = row
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, layer_idx: Any) -> Any:
+        held = self._layers[layer_idx].states()
+        return {key: state[self._row : self._row + 1] for key, state in held.items()}
+
+
 def _copied(state: Tensor) -> Tensor:
     return torch.empty_like(state, memory_format=torch.contiguous_format).copy_(state)
+
+
+def _num_places(state: Tensor) -> int:
+    """How many rows the storage of a state has room for."""
+    return state.untyped_storage().nbytes() // state[0].nbytes
+
+
+def _moved(state: Tensor, num_rows: int) -> Tensor:
+    """A copy of a state in a storage for so many rows."""
+    size = (num_rows, *state.shape[1:])
+    return torch.empty(size, dtype=state.dtype, device=state.device)[: len(state)].copy_(state)
+
+
+def _widened(state: Tensor) -> Tensor:
+    """The state with one row more, of which nothing is known yet."""
+    return state.as_strided((len(state) + 1, *state.shape[1:]), state.stride())
+
+
+def _copy_row(state: Tensor, row: int, its: Tensor) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        state[row : row + 1].copy_(its)

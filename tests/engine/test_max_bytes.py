@@ -163,18 +163,18 @@ def test_a_history_that_cannot_be_there_twice_is_computed_again(model):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_states_are_within_the_bytes(tiny_model, family):
-    """A row of these models holds states as large as many of its tokens."""
+    """A row of these models holds states as large as many of its tokens; one moves at a time."""
     model = tiny_model(family)
     with Engine(model, AsymmetricPagedCache(model.config), TOKENIZER) as engine:
         memory = engine.memory()
         engine.submit([5, 6], max_new_tokens=1, memory=memory).result(WAIT_S)
         one_row = engine.idle_bytes
     rows = [[5 + i, 6, 7] for i in range(6)]
-    with Watched(model, max_bytes=4 * one_row) as engine:
+    with Watched(model, max_bytes=5 * one_row) as engine:
         assert engine._limits.tokens_per_row > 0
         turns = [engine.submit(row, max_new_tokens=4) for row in rows]
         for turn, row in zip(turns, rows, strict=True):
             out = model.generate(torch.tensor([row]), max_new_tokens=4)
             assert list(turn.result(WAIT_S).token_ids) == out[0, len(row) :].tolist()
-        assert engine.most_bytes <= 4 * one_row
+        assert engine.most_bytes <= 5 * one_row
         assert 1 < engine.most_running < 6

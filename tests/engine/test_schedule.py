@@ -180,8 +180,9 @@ def test_a_turn_enters_only_with_room_to_go_on():
 
 def test_a_turn_enters_with_room_for_the_longest_to_be_there_twice():
     running, waiting = [Seat(0, 10, 9, 20)], [Seat(1, 8, 0, 20)]
-    for limit, admitted in ((27, ()), (28, (1,))):
-        limits = Limits(limit, lookahead=0, moves_rows=True)
+    # with what the longest holds beside its tokens
+    for limit, per_row, admitted in ((39, 4, ()), (40, 4, (1,)), (27, 0, ()), (28, 0, (1,))):
+        limits = Limits(limit, lookahead=0, tokens_per_row=per_row, moves_rows=True)
         assert next_moves(limits, running, waiting, []).admitted == admitted
     # to go on it may be used up
     assert not next_moves(limits, [*running, Seat(1, 18, 17)], [], []).preempted

@@ -71,23 +71,99 @@ def test_rows_that_start_empty_have_no_states(rows: RowStates, layers: list[Laye
     assert [layer.held for layer in layers] == [{}, {}]
 
 
-def test_a_row_that_cannot_join_changes_no_layer(
-    rows: RowStates, layers: list[Layer], monkeypatch: pytest.MonkeyPatch
+def of_rows(layers: list[Layer], *rows: list[LayerStates]) -> bool:
+    """Whether the layers hold the states of these rows, in their order."""
+    return all(
+        torch.equal(state, torch.cat([row[i][key] for row in rows]))
+        for i, layer in enumerate(layers)
+        for key, state in layer.held.items()
+    )
+
+
+def test_rows_join_and_leave_in_place(rows: RowStates, layers: list[Layer]) -> None:
+    first, second, third, fourth = (stored() for _ in range(4))
+    for row in (first, second, third):
+        rows.add_row(row)
+    assert of_rows(layers, first, second, third)
+    rows.check_integrity(3)
+    rows.remove_row(0)
+    assert of_rows(layers, third, second)
+    places = [t.data_ptr() for layer in layers for t in layer.held.values()]
+    rows.add_row(fourth)
+    assert of_rows(layers, third, second, fourth)
+    # where the one was that left
+    assert places == [t.data_ptr() for layer in layers for t in layer.held.values()]
+    for state in (t for layer in layers for t in layer.held.values()):
+        state[0] += 1
+        assert torch.equal(state[2], state[2].clone())
+    assert not of_rows(layers, third, second, fourth)
+    rows.remove_row(2)
+    rows.remove_row(0)
+    assert of_rows(layers, second)
+    rows.remove_row(0)
+    assert [layer.held for layer in layers] == [{}, {}]
+
+
+def test_room_that_rows_left_is_given_back(rows: RowStates, layers: list[Layer]) -> None:
+    held, per_row = [stored() for _ in range(3)], 4 * (24 + 30 + 8)
+    for row in held:
+        rows.add_row(row)
+    assert rows.num_bytes == 3 * per_row
+    rows.remove_row(2)
+    assert rows.num_bytes == 3 * per_row
+    rows.trim()
+    assert rows.num_bytes == 2 * per_row
+    rows.reserve(5)
+    rows.reserve(4)
+    assert rows.num_bytes == 5 * per_row
+    assert of_rows(layers, *held[:2])
+    rows.add_row(held[2])
+    assert rows.num_bytes == 5 * per_row
+    rows.trim()
+    assert rows.num_bytes == 3 * per_row
+    assert of_rows(layers, *held)
+
+
+def test_a_lent_row_is_read_where_it_is(rows: RowStates, layers: list[Layer]) -> None:
+    rows.begin(stored(), 2)
+    lent, taken = rows.lend_row(1), rows.take_row(1)
+    layers[1].held[CONV][1] = 7.0
+    assert len(lent) == 2
+    assert lent[1][CONV].shape == (1, 2, 4)
+    assert lent[1][CONV].eq(7.0).all()
+    assert taken[1][CONV].eq(1.0).all()
+    other_layers = [Layer(), Layer()]
+    other = RowStates(other_layers)
+    other.add_row(lent)
+    layers[1].held[CONV][1] = 8.0
+    assert other_layers[1].held[CONV].eq(7.0).all()
+
+
+@pytest.mark.parametrize("num_copies", range(1, 7))
+def test_a_row_that_cannot_join_changes_no_row(
+    rows: RowStates, layers: list[Layer], monkeypatch: pytest.MonkeyPatch, num_copies: int
 ) -> None:
-    rows.begin(stored(), 1)
-    before, joins, cat = [dict(layer.held) for layer in layers], [], torch.cat
+    """Memory is short while one of three states moves, or one of three rows is copied."""
+    held = stored()
+    rows.add_row(held)
+    copies, copy = [], Tensor.copy_
 
-    def full(tensors: list[Tensor]) -> Tensor:
-        joins.append(tensors)
-        if len(joins) == 3:
-            raise MemoryError("no room for the states of the second layer")
-        return cat(tensors)
+    def full(state: Tensor, its: Tensor) -> Tensor:
+        copies.append(its)
+        if len(copies) == num_copies:
+            raise MemoryError("no room")
+        return copy(state, its)
 
-    monkeypatch.setattr(torch, "cat", full)
+    monkeypatch.setattr(Tensor, "copy_", full)
     with pytest.raises(MemoryError):
         rows.add_row(stored())
-    assert [layer.held for layer in layers] == before
+    monkeypatch.undo()
+    assert of_rows(layers, held)
     rows.check_integrity(1)
+    rows.add_row(other := stored())
+    assert of_rows(layers, held, other)
+    rows.trim()
+    assert rows.num_bytes == 2 * 4 * (24 + 30 + 8)
 
 
 def test_a_row_chosen_twice_is_two_rows(rows: RowStates, layers: list[Layer]) -> None:
@@ -129,6 +205,9 @@ def test_states_made_in_inference_mode_can_be_written_to_outside(
     with torch.inference_mode():
         rows.begin(stored(), 2)
         rows.select(np.array([0, 0]))
+        rows.add_row(stored())
+        rows.remove_row(0)
+        rows.trim()
     layers[0].held[CONV].add_(1)
 
 
