@@ -118,7 +118,16 @@ ARROWS: dict[str, set[str]] = {
     "agent": {"pools", "prompts"},
     "batches": {"announce", "layer_kinds"},
     "engine": {
-        *("agent", "announce", "batch_rows", "cache", "in_process", "level_cuts", "live_levels"),
+        *(
+            "agent",
+            "announce",
+            "batch_rows",
+            "cache",
+            "engine_use",
+            "in_process",
+            "level_cuts",
+            "live_levels",
+        ),
         *("live_rows", "pools", "row_budget", "settings", "shared_prefix", "worth"),
     },
     "shares": {"cache", "level_cuts", "lookup", "pools", "prompts", "shared_prefix", "timing"},

@@ -132,8 +132,7 @@ class SlotRows:
         new_slots = table.laid_out(stride)
         is_moved = len(old_slots) > 0 or num_slots > self.num_slots
         if is_moved:
-            if table.stride is not None and num_slots >= self.num_slots and stride >= table.stride:
-                runs = RunSpread(table.num_rows, table.max_length, table.stride, stride)
+            if (runs := self._spread_to(stride)) is not None:
                 self._storage.spread(runs, num_slots)
             else:
                 self._storage.resize(max(num_slots, self._storage.num_slots))
@@ -145,6 +144,14 @@ class SlotRows:
         if is_moved:
             self._storage.resize(num_slots)
         return True
+
+    def _spread_to(self, stride: int) -> RunSpread | None:
+        """How rows that are runs move apart; None if they are none, or would move together."""
+        num_rows, before = self.table.num_rows, self.table.stride
+        # the run of a row that has just come may lie behind the last slot
+        if before is None or stride < before or num_rows * before > self.num_slots:
+            return None
+        return RunSpread(num_rows, self.table.max_length, before, stride)
 
     def _lays_out_within(self, num_slots: int) -> bool:
         """Makes rows runs within so many slots, if that may be."""

@@ -190,6 +190,18 @@ def test_rows_are_where_they_were_if_moving_them_apart_breaks_off(
     held.check()
 
 
+def test_a_row_joins_that_is_longer_than_runs_are_apart() -> None:
+    """Its run would begin behind the last slot, and is there to be filled all the same."""
+    held = pool_of(30, 4)
+    parked = held.leave(0)
+    held.pool.shrink(0)
+    assert held.pool.table.stride == held.pool.num_slots == 4
+    held.join(*parked)
+    held.check()
+    held.append(1, 9)
+    held.check()
+
+
 def test_rows_that_grow_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held = pool_of(20, 3, 20)
     monkeypatch.setattr(SlotMoves, "__init__", lambda *args: pytest.fail("moved once more"))
