@@ -236,7 +236,10 @@ class Batch:
         if is_out_of_memory(error):
             self._give_way(youngest, count, error)
         elif len(feeds) > 1:
-            logger.debug("a step of %d rows failed (%s); each runs alone", len(feeds), error)
+            self.figures.num_repeated += 1
+            level = logging.DEBUG if self.figures.num_repeated > 1 else logging.WARNING
+            text = "a forward of %d rows failed and is repeated row by row; later ones are counted"
+            logger.log(level, text, len(feeds), exc_info=error)
             for job in feeds:
                 job.is_suspect = True
             return True

@@ -16,6 +16,7 @@ class EngineFigures:
         shared_tokens: Prompt tokens that needed none, since others held or computed them.
         generated_tokens: Tokens of answers.
         num_preemptions: How often a running turn had to wait again.
+        num_repeated: Forward passes of several rows that failed, and were repeated row by row.
         num_evictions: How often an idle agent's tokens were dropped.
         held_tokens: Tokens after the prefixes held now: private ones, those of idle agents included,
             and what agents share of them, once.
@@ -30,6 +31,7 @@ class EngineFigures:
     shared_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    num_repeated: int = 0
     num_evictions: int = 0
     held_tokens: int = 0
     peak_tokens: int = 0

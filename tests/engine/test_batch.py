@@ -186,7 +186,9 @@ def test_who_breaks_a_step_fails_alone(error):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-def test_rows_that_lost_their_states_to_another_ones_failure_start_again(tiny_model, family):
+def test_rows_that_lost_their_states_to_another_ones_failure_start_again(
+    caplog, tiny_model, family
+):
     model, options = tiny_model(family), {"max_new_tokens": 5, "suppress_tokens": [95]}
     rows = [[5, 6, 7], [8, 9, 10, 11], [12], [13, 14]]
     with Engine(model, AsymmetricPagedCache(model.config), TOKENIZER) as engine:
@@ -201,6 +203,8 @@ def test_rows_that_lost_their_states_to_another_ones_failure_start_again(tiny_mo
             for turn, row in zip(turns, rows, strict=True):
                 out = model.generate(torch.tensor([row]), **options)
                 assert list(turn.result(60).token_ids) == out[0, len(row) :].tolist()
+            assert engine.figures.num_repeated == 1
+            assert "a forward of 5 rows failed and is repeated row by row" in caplog.text
             # the prompt that was computed before the bad one; shorter ones come after it
             assert engine.figures.num_preemptions == 1
         finally:
