@@ -19,25 +19,30 @@ from hf_granikv.pools.storage import SlotStorage
 @contextmanager
 def memory_runs_out(monkeypatch: pytest.MonkeyPatch, *, at: int = 1) -> Iterator[None]:
     """The `at`-th time that a pool which holds tokens grows, in its second layer."""
-    grow, calls = SlotStorage.resize, []
+    calls: list[int] = []
 
-    def resize(self: SlotStorage, num_slots: int) -> None:
-        is_growth = 0 < self.num_slots < num_slots and self.bytes_per_token > 0
-        calls.extend([1] * is_growth)
-        with monkeypatch.context() as patch:
-            if is_growth and len(calls) == at:
-                patch.setattr("hf_granikv.pools.storage.zeros", _fails_in_the_second_layer())
-            grow(self, num_slots)
+    def breaking(grow: Callable[..., None]) -> Callable[..., None]:
+        def run(self: SlotStorage, *args: Any) -> None:
+            # of `resize` and of `spread`
+            is_growth = 0 < self.num_slots < args[-1] and self.bytes_per_token > 0
+            calls.extend([1] * is_growth)
+            with monkeypatch.context() as patch:
+                if is_growth and len(calls) == at:
+                    patch.setattr("hf_granikv.pools.storage.empty", _fails_in_the_second_layer())
+                grow(self, *args)
+
+        return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(SlotStorage, "resize", resize)
+        patch.setattr(SlotStorage, "resize", breaking(SlotStorage.resize))
+        patch.setattr(SlotStorage, "spread", breaking(SlotStorage.spread))
         yield
 
 
 def _fails_in_the_second_layer() -> Callable[..., Any]:
     from hf_granikv.pools import storage
 
-    made, calls = storage.zeros, []
+    made, calls = storage.empty, []
 
     def fails(*args: Any) -> Any:
         calls.append(1)

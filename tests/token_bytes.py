@@ -22,10 +22,10 @@ class TokenBytes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._alive: list[weakref.ref[Tensor]] = []
         self.peak = 0
-        zeros, take, moves = storage.zeros, SlotStorage.take, SlotMoves.__init__
+        empty, take, moves = storage.empty, SlotStorage.take, SlotMoves.__init__
 
-        def watched_zeros(*args: Any) -> Tensor:
-            return self._note(zeros(*args))
+        def watched_empty(*args: Any) -> Tensor:
+            return self._note(empty(*args))
 
         def watched_take(self_: SlotStorage, *args: Any) -> Any:
             taken = take(self_, *args)
@@ -36,7 +36,7 @@ class TokenBytes:
             for buffer in self_._buffers.values():
                 self._note(buffer)
 
-        monkeypatch.setattr(storage, "zeros", watched_zeros)
+        monkeypatch.setattr(storage, "empty", watched_empty)
         monkeypatch.setattr(SlotStorage, "take", watched_take)
         monkeypatch.setattr(SlotMoves, "__init__", watched_moves)
 
