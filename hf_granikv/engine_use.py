@@ -1,10 +1,9 @@
 """What may be done with a cache while engines run over it."""
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from threading import Condition, get_ident
+from threading import Lock, RLock, get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -31,13 +30,14 @@ class StepLock:
     """Held for each step of the engines over one cache, and by those who keep them from it.
 
     There is one for all of them: who waits for several in turn may wait for who waits for him. A
-    thread may take it again while it holds it; others get it in the order in which they came, so
+    thread may take it again while it holds it; once it lets go, others that wait come before it, so
     that no engine keeps another one from its steps.
     """
 
     def __init__(self) -> None:
-        self._changed = Condition()
-        self._waiting: deque[object] = deque()
+        self._lock = RLock()
+        # who has let go of the lock meets the next one in front of it here
+        self._turnstile = Lock()
         self._owner: int | None = None
         self._depth = 0
 
@@ -47,29 +47,19 @@ class StepLock:
         return self._owner == get_ident()
 
     def __enter__(self) -> None:
-        with self._changed:
-            if not self.is_ours:
-                self._wait()
-                self._owner = get_ident()
-            self._depth += 1
+        if self.is_ours:
+            self._lock.acquire()
+        else:
+            with self._turnstile:
+                self._lock.acquire()
+            self._owner = get_ident()
+        self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
-        with self._changed:
-            self._depth -= 1
-            if not self._depth:
-                self._owner = None
-                self._changed.notify_all()
-
-    def _wait(self) -> None:
-        place = object()
-        self._waiting.append(place)
-        try:
-            while self._owner is not None or self._waiting[0] is not place:
-                self._changed.wait()
-        finally:
-            # an interrupt lets the next one go on
-            self._waiting.remove(place)
-            self._changed.notify_all()
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+        self._lock.release()
 
 
 class EngineUse:

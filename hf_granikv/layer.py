@@ -62,7 +62,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             self._check_same_as_held(key_states, value_states)
         step = state.begin_step(key_states) if is_first else state.current_step()
         self._step_id = state.step_id
-        state.write(layer_idx, key_states, value_states)
+        state.cold.write(layer_idx, step.write, key_states, value_states)
         has_graph = needs_gradients(key_states, value_states)
         is_cut = has_graph and state.note_graph()
         if not by_parts and state.num_columns == step.plan.q_len:

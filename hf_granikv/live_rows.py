@@ -97,7 +97,7 @@ class LiveRows(RowPlaces):
         if parked is not None and (parked.num_tokens or parked.sees_less):
             check_slots(self._cold_slots, self.num_slots_used, parked.num_tokens)
             # what it holds was computed by the model as it was then
-            self._prefixes.attach_in_step(self._model)
+            self._prefixes.attach(self._model)
             self._join(alone, parked, num_copied)
         row = Row(alone)
         self._alone.append(row)

@@ -9,7 +9,7 @@ from hf_granikv.agent import Agent, Messages, Reply
 from hf_granikv.answering import Answering, renamed, runners_words
 from hf_granikv.config import CacheOptions
 from hf_granikv.engine.options import EngineOptions
-from hf_granikv.engine.streams import merged, merged_async
+from hf_granikv.engine.streams import Merged, MergedAsync
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import replies_of
 from hf_granikv.in_process import OneOfAKind
@@ -263,14 +263,14 @@ class MultiAgentRunner(OneOfAKind):
         Whoever stops listening cancels what goes on.
         """
         turns = self._submit(messages, seed, generation_kwargs)
-        return ((turn.name, piece) for turn, piece in merged(turns))
+        return ((turn.name, piece) for turn, piece in Merged(turns))
 
     def astream(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
     ) -> AsyncIterator[tuple[str, str]]:
         """Does what `stream` does, for `async for`."""
         turns = self._submit(messages, seed, generation_kwargs)
-        return ((turn.name, piece) async for turn, piece in merged_async(turns))
+        return ((turn.name, piece) async for turn, piece in MergedAsync(turns))
 
     def report(self) -> RunReport:
         """Gives the figures of the latest successful `run`; all zero before the first."""

@@ -64,10 +64,6 @@ class LoadingCache(RowsCache):
                 that of an engine which runs over the cache, with no prefix to compare them by.
             StalePrefixError: If it is not as the model of the prefix, or that is gone or has changed.
         """
-        return self.attach_in_step(model)
-
-    def attach_in_step(self, model: nn.Module) -> PreTrainedModel:
-        """As `attach`, for an engine in a step of its own, which waits for no other engine's."""
         inner = transformers_model(model)
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
         if self._state.prefixes:

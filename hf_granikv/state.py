@@ -63,7 +63,8 @@ class CacheState(BatchRows):
         self.graph_step: int | None = None
         self._staged: Layout | None = None
         self._step: Step | None = None
-        self._is_open = False
+        # columns of the forward under way; 0 between forwards
+        self._num_open = 0
         self._cropped_before: int | None = None
         self.peak_bytes = 0
 
@@ -138,10 +139,20 @@ class CacheState(BatchRows):
         # without a prefix the cache replaces DynamicCache and must not hold more than it does
         spare = 1 / 8 if self.reads_inputs else 1 / 128
         write = self.cold.extend(counts, source, spare=spare)
-        self.append_columns(layout.owned)
+        try:
+            self.append_columns(layout.owned)
+        except BaseException:
+            self.cold.truncate(counts)
+            raise
+        # from here on `settle` takes the tokens back, which no layer has written
+        self._num_open = q_len
+        try:
+            plan = self._plan(layout, before)
+        except BaseException:
+            self.settle()
+            raise
         self.step_id += 1
-        plan = self._plan(layout, before)
-        self._step, self._is_open = Step(plan, write, self.cold.table.max_length), True
+        self._step = Step(plan, write, self.cold.table.max_length)
         return self._step
 
     @property
@@ -155,16 +166,6 @@ class CacheState(BatchRows):
             raise RowsTakenError("the rows of this forward pass were dropped while it was running")
         return self._step
 
-    def write(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Stores the new tokens of one layer.
-
-        Args:
-            layer_idx: The layer.
-            key_states: `[num_rows, num_kv_heads, q_len, head_dim]`.
-            value_states: Likewise.
-        """
-        self.cold.write(layer_idx, self.current_step().write, key_states, value_states)
-
     def note_graph(self) -> bool:
         """Notes that the tokens of this step have a graph; gives whether earlier ones had one."""
         if self.graph_step is None:
@@ -174,20 +175,20 @@ class CacheState(BatchRows):
     def settle(self, *, is_complete: bool = False) -> None:
         """Drops what a forward left that failed, as one does that is not known to be complete."""
         staged, self._staged = self._staged, None
-        is_half = self._is_open and not is_complete
-        self._is_open = False
+        num_half = 0 if is_complete else self._num_open
+        self._num_open = 0
         cropped_before = self._cropped_before
         if staged is not None:
             cropped_before = self._cropped_once_gone if staged.starts_batch else None
-        if is_half:
+        if num_half:
             self.graph_step = None if self.graph_step == self.step_id else self.graph_step
-            self._crop(self.current_step().plan.q_len)
-        has_failed = is_half or (self.row_states.is_open and not is_complete)
+            self._crop(num_half)
+        has_failed = num_half > 0 or (self.row_states.is_open and not is_complete)
         if has_failed and cropped_before is not None:
             self.start_rows(0, NO_ROWS)
             self.num_cropped = cropped_before
             self.row_states.release()
-        elif is_half and not self.row_states.is_open:
+        elif num_half and not self.row_states.is_open:
             self.row_states.tear()
         else:
             self.row_states.close_step(has_failed=has_failed)
@@ -255,7 +256,7 @@ class CacheState(BatchRows):
         self.row_states.release()
         self.peak_bytes = 0
         self.is_generation_pending = False
-        self._staged, self._step, self._is_open = None, None, False
+        self._staged, self._step, self._num_open = None, None, 0
 
     def fork(self, *, keeps_rows: bool = True) -> "CacheState":
         """An independent state over the same HOT pool; the row states are the layers' to copy."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.errors import StalePrefixError
 from hf_granikv.pools.storage import SlotStorage
+from hf_granikv.state import CacheState
 
 
 @contextmanager
@@ -176,3 +177,29 @@ def test_rows_on_both_sides_of_a_rope_limit_are_not_one_batch() -> None:
     alone = left_padded([[*short, 6]])
     cache.bind(**alone)
     model.generate(**alone, **cached(cache), max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+@pytest.mark.parametrize("fails_in", ["_plan", "append_columns"])
+def test_a_step_that_cannot_be_planned_takes_its_tokens_back(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, has_prefix: bool, fails_in: str
+) -> None:
+    """They were there and no layer had written them: every row went on with a token of nothing."""
+    cache = prefilled(model) if has_prefix else AsymmetricPagedCache(model.config)
+    row = [*(PREFIX if has_prefix else []), *tokens(3, seed=1)]
+    ids = torch.tensor([[7], [7]])
+
+    def fails(*args: Any) -> Any:
+        raise MemoryError("no memory left")
+
+    with torch.no_grad():
+        model(input_ids=torch.tensor([row[-3:]] * 2), **cached(cache))
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheState, fails_in, fails)
+            with pytest.raises(MemoryError):
+                model(input_ids=ids, **cached(cache))
+        assert cache.rows.cold.table.lengths.tolist() == [3, 3]
+        got = model(input_ids=ids, **cached(cache)).logits
+    want = logits_alone(model, [*row, 7], 1)
+    torch.testing.assert_close(got[0], want, atol=1e-4, rtol=0)
+    cache.check_integrity()

@@ -236,10 +236,7 @@ class Batch:
         if is_out_of_memory(error):
             self._give_way(youngest, count, error)
         elif len(feeds) > 1:
-            self.figures.num_repeated += 1
-            level = logging.DEBUG if self.figures.num_repeated > 1 else logging.WARNING
-            text = "a forward of %d rows failed and is repeated row by row; later ones are counted"
-            logger.log(level, text, len(feeds), exc_info=error)
+            self.figures.note_repeated(len(feeds), error)
             for job in feeds:
                 job.is_suspect = True
             return True

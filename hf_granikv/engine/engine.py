@@ -147,7 +147,7 @@ class Engine(OneOfAKind):
         return self._memories.make(prefix)
 
     def paused(self) -> AbstractContextManager[object]:
-        """Keeps the engine between two steps, for callers that run the model or the cache meanwhile.
+        """Keeps all engines over the cache between two steps, for who runs the model or the cache.
 
         Methods of the cache that change its prefixes do so by themselves.
         """

@@ -1,6 +1,9 @@
 """What an engine has done since it was made."""
 
+import logging
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,3 +38,13 @@ class EngineFigures:
     num_evictions: int = 0
     held_tokens: int = 0
     peak_tokens: int = 0
+
+    def note_repeated(self, num_rows: int, error: Exception) -> None:
+        """Counts a forward pass that failed and is repeated row by row; warns of the first one."""
+        if not self.num_repeated:
+            logger.warning(
+                "a forward of %d rows failed and is repeated row by row; later ones are counted",
+                num_rows,
+                exc_info=error,
+            )
+        self.num_repeated += 1

@@ -3,50 +3,100 @@
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 
 from hf_granikv.engine.turn import Turn, called_soon
 
-Pieces = Iterator[tuple[Turn, str]]
+Piece = tuple[Turn, str]
 
 
-def merged(turns: Sequence[Turn]) -> Pieces:
+class _Listener:
+    """Cancels what goes on of some turns once nobody listens, before the first piece too."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = turns
+
+    def __del__(self) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for turn in self._turns:
+            if not turn.done():
+                turn.cancel()
+
+
+class Merged(_Listener, Iterator[Piece]):
     """Gives `(turn, piece)` as pieces come, blocking between them.
 
     A turn that fails does not end the others: the first error is raised when all are done. Whoever
     stops listening, cancels what goes on.
+
+    Args:
+        turns: Whose pieces.
     """
-    changed: queue.SimpleQueue[Turn] = queue.SimpleQueue()
-    readers = {turn: turn.reader() for turn in turns}
-    for turn in turns:
-        turn.listen(lambda turn=turn: changed.put(turn))  # type: ignore[misc]
-        # what came before
-        changed.put(turn)
-    try:
-        while not all(reader.is_done for reader in readers.values()):
-            turn = changed.get()
-            if piece := readers[turn].read():
-                yield turn, piece
-    finally:
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__(turns)
+        self._changed: queue.SimpleQueue[Turn] = queue.SimpleQueue()
+        self._readers = {turn: turn.reader() for turn in turns}
         for turn in turns:
-            turn.cancel()
-    for turn in turns:
-        turn.result()
+            turn.listen(partial(self._changed.put, turn))
+            # what came before
+            self._changed.put(turn)
+
+    def __next__(self) -> Piece:
+        try:
+            while not all(reader.is_done for reader in self._readers.values()):
+                turn = self._changed.get()
+                if piece := self._readers[turn].read():
+                    return turn, piece
+        except BaseException:
+            self._cancel()
+            raise
+        for turn in self._turns:
+            turn.result()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._cancel()
 
 
-async def merged_async(turns: Sequence[Turn]) -> AsyncIterator[tuple[Turn, str]]:
-    """Gives `(turn, piece)` as pieces come, without blocking the event loop; as `merged` otherwise."""
-    changed: asyncio.Queue[Turn] = asyncio.Queue()
-    readers = {turn: turn.reader() for turn in turns}
-    for turn in turns:
-        turn.listen(called_soon(lambda turn=turn: changed.put_nowait(turn)))  # type: ignore[misc]
-        changed.put_nowait(turn)
-    try:
-        while not all(reader.is_done for reader in readers.values()):
-            turn = await changed.get()
-            if piece := readers[turn].read():
-                yield turn, piece
-    finally:
-        for turn in turns:
-            turn.cancel()
-    for turn in turns:
-        turn.result()
+class MergedAsync(_Listener, AsyncIterator[Piece]):
+    """Gives `(turn, piece)` as pieces come, without blocking the event loop; as `Merged` otherwise.
+
+    Args:
+        turns: Whose pieces.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__(turns)
+        self._changed: asyncio.Queue[Turn] = asyncio.Queue()
+        self._readers = {turn: turn.reader() for turn in turns}
+        self._listens = False
+
+    async def __anext__(self) -> Piece:
+        if not self._listens:
+            self._listen()
+        try:
+            while not all(reader.is_done for reader in self._readers.values()):
+                turn = await self._changed.get()
+                if piece := self._readers[turn].read():
+                    return turn, piece
+        except BaseException:
+            self._cancel()
+            raise
+        for turn in self._turns:
+            turn.result()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stops listening."""
+        self._cancel()
+
+    def _listen(self) -> None:
+        # not before there is a loop
+        self._listens = True
+        for turn in self._turns:
+            turn.listen(called_soon(partial(self._changed.put_nowait, turn)))
+            self._changed.put_nowait(turn)

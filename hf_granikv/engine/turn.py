@@ -177,7 +177,8 @@ class Turn:
             # what hangs on the reply is there before anybody sees it
             if self._on_end is not None:
                 self._on_end(self._made_reply(finish_reason))
-        except Exception as error:
+        # what would end a thread of its own must not leave the turn without an end
+        except BaseException as error:
             self.fail(error)
             return
         self._finish_reason = finish_reason

@@ -145,11 +145,11 @@ class Worker:
                 self._num_pausing or (self._batch.is_empty and not self._orders)
             ):
                 self._changed.wait()
-            orders, self._orders = self._orders, []
             is_closed = self._is_closed
         with self._step_lock:
-            for order in orders:
-                order()
+            while self._orders:
+                # one that fails leaves the others to `_give_up`
+                self._orders.pop(0)()
             if is_closed and self._because is not None:
                 self._batch.fail_all(self._because)
             elif is_closed:

@@ -74,8 +74,12 @@ def fault(module_name: str, trial: Callable[[], float]) -> str:
         module_name: A module that `load` gives.
         trial: Runs it beside its reference; gives the largest error over what rounding explains.
     """
-    with torch.no_grad():
-        error = trial()
+    try:
+        with torch.no_grad():
+            error = trial()
+    except Exception as reason:
+        logger.warning("%s is not used, its trial fails: %s", module_name, reason)
+        return f"its trial fails: {' '.join(str(reason).split())}"
     if error <= 1:
         return ""
     logger.warning(

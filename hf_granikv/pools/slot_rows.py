@@ -129,18 +129,22 @@ class SlotRows:
         if stride is None:
             return False
         old_slots, num_slots = table.flat(), table.num_rows * stride
-        new_slots = table.laid_out(stride)
+        laid_out = table.laid_out(stride)
+        new_slots = laid_out[laid_out >= 0]
         is_moved = len(old_slots) > 0 or num_slots > self.num_slots
         if is_moved:
+            # nothing can fail between the move and the table that says where rows are
+            allocator = SlotAllocator()
+            allocator.grow(num_slots)
+            allocator.hold(new_slots)
+            largest = max(num_slots, self._storage.num_slots)
             if (runs := self._spread_to(stride)) is not None:
-                self._storage.spread(runs, num_slots)
+                self._storage.spread(runs, largest)
             else:
-                self._storage.resize(max(num_slots, self._storage.num_slots))
+                self._storage.resize(largest)
                 self._storage.move(old_slots, new_slots)
-            self._allocator = SlotAllocator()
-            self._allocator.grow(num_slots)
-            self._allocator.hold(new_slots)
-        table.lay_out(stride)
+            self._allocator = allocator
+        table.lay_out(laid_out, stride)
         if is_moved:
             self._storage.resize(num_slots)
         return True

@@ -94,17 +94,14 @@ class TokenTable:
             or [np.empty(0, dtype=np.int64)]
         ).astype(np.int64)
 
-    def lay_out(self, stride: int) -> None:
-        """Renames every slot so that row i is the run from `i * stride`."""
-        owned = self._owned()
-        runs = np.arange(self.num_rows)[:, None] * stride + np.arange(self._slots.shape[1])
-        self._slots = np.where(owned, runs, -1)
-        self._stride = stride
-
     def laid_out(self, stride: int) -> Slots:
-        """The slots of all rows, row after row, that `lay_out` would give them."""
+        """`[num_rows, width]` the slots if row i was the run from `i * stride`; -1 beyond a row."""
         runs = np.arange(self.num_rows)[:, None] * stride + np.arange(self._slots.shape[1])
-        return runs[self._owned()]
+        return np.where(self._owned(), runs, -1)
+
+    def lay_out(self, laid_out: Slots, stride: int) -> None:
+        """Renames every slot to what `laid_out` gave for this stride; nothing is allocated."""
+        self._slots, self._stride = laid_out, stride
 
     def rename(self, src: Slots, dst: Slots) -> None:
         """Lists `dst[i]` wherever `src[i]` was listed; rows are scattered then."""

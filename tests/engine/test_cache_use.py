@@ -66,7 +66,7 @@ OWN_ROWS = {
 CHANGE_NOTHING = {"check_integrity", "explain", "stats"}
 # which `announce` refuses, in front of its layers
 OF_A_FORWARD = {"announce", "get_seq_length", "settle"}
-OF_ENGINES = {"attach_in_step", "reading_alone"}
+OF_ENGINES = {"reading_alone"}
 
 
 def test_every_method_of_a_cache_is_known_here():

@@ -116,6 +116,16 @@ def test_a_kernel_that_errs_on_this_cpu_is_reported_and_not_used(
     assert "decode_attention._numba is not used" in caplog.text
 
 
+def test_a_trial_that_fails_is_a_reason_against_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> float:
+        raise RuntimeError("no reference")
+
+    assert compiled.fault(attention.MODULE, fails) == "its trial fails: no reference"
+    assert "decode_attention._numba is not used, its trial fails" in caplog.text
+
+
 def why_not() -> str:
     compiled.load.cache_clear()
     try:

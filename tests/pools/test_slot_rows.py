@@ -190,6 +190,33 @@ def test_rows_are_where_they_were_if_moving_them_apart_breaks_off(
     held.check()
 
 
+def test_moving_apart_that_breaks_off_leaves_no_storage_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows had left, so that the others would have done with fewer slots than there were."""
+    held, copy, num_calls = pool_of(*[16] * 6), RunSpread.copy, 0
+    for _ in range(2):
+        held.leave(0)
+    room = held.pool.table.stride - 16
+
+    def breaking(self: RunSpread, storage: Tensor, larger: Tensor) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise MemoryError
+        copy(self, storage, larger)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunSpread, "copy", breaking)
+        with pytest.raises(MemoryError):
+            held.pool.extend(np.full(4, room + 1), None)
+    assert num_calls == 3
+    assert all(t.shape[1] >= held.pool.num_slots for t in held.pool._storage._tensors())
+    held.check()
+    held.append(*[room + 1] * 4)
+    held.check()
+
+
 def test_a_row_joins_that_is_longer_than_runs_are_apart() -> None:
     """Its run would begin behind the last slot, and is there to be filled all the same."""
     held = pool_of(30, 4)

@@ -56,7 +56,7 @@ def test_a_copy_is_independent() -> None:
 
 def test_rows_laid_out_as_runs_continue_in_place() -> None:
     table = table_of([7, 9], [3])
-    table.lay_out(4)
+    table.lay_out(table.laid_out(4), 4)
     assert rows_of(table) == [[0, 1], [4]]
     assert table.next_in_place(np.array([2, 3])).tolist() == [2, 3, 5, 6, 7]
     assert table.next_in_place(np.array([1, 1])).tolist() == [2, 5]
@@ -65,14 +65,14 @@ def test_rows_laid_out_as_runs_continue_in_place() -> None:
 
 def test_a_run_without_room_does_not_reach_into_the_next_one() -> None:
     table = table_of([7, 9], [3])
-    table.lay_out(4)
+    table.lay_out(table.laid_out(4), 4)
     assert table.next_in_place(np.array([3, 0])) is None
 
 
 @pytest.mark.parametrize("order", [[1, 0], [0, 0], [0], []], ids=str)
 def test_rows_that_changed_places_are_no_longer_runs(order: list[int]) -> None:
     table = table_of([7, 9], [3])
-    table.lay_out(4)
+    table.lay_out(table.laid_out(4), 4)
     table.select(order)
     assert table.stride is None
     assert table.next_in_place(np.ones(len(order), dtype=np.int64)) is None
@@ -80,7 +80,7 @@ def test_rows_that_changed_places_are_no_longer_runs(order: list[int]) -> None:
 
 def test_rows_that_stayed_in_place_are_still_runs() -> None:
     table = table_of([7, 9], [3])
-    table.lay_out(4)
+    table.lay_out(table.laid_out(4), 4)
     table.select([0, 1])
     assert table.stride == 4
 
@@ -130,7 +130,7 @@ class TableWalk(RuleBasedStateMachine):
     @rule(extra=st.integers(0, 5))
     def lay_out(self, extra: int) -> None:
         stride = max(map(len, self.rows), default=0) + extra
-        self.table.lay_out(stride)
+        self.table.lay_out(self.table.laid_out(stride), stride)
         self.rows = [
             list(range(i * stride, i * stride + len(row))) for i, row in enumerate(self.rows)
         ]
