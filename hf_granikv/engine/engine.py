@@ -149,7 +149,7 @@ class Engine(OneOfAKind):
     def paused(self) -> AbstractContextManager[object]:
         """Keeps all engines over the cache between two steps, for who runs the model or the cache.
 
-        Methods of the cache that change its prefixes do so by themselves.
+        Methods of the cache that change its prefixes do so by themselves. Do not wait for a turn inside.
         """
         return self._worker.paused()
 
