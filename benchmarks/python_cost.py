@@ -145,12 +145,13 @@ def medians(
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         spent.clear()
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-        for name in (*OF_LAYERS, *OF_STEPS) if step >= 0 else ():
+        if step < 0:
+            continue
+        for name in (*OF_LAYERS, *OF_STEPS):
             per = config.num_hidden_layers if name in OF_LAYERS else 1
             taken[name].append(1e6 * spent[name] / per)
-        if step >= 0:
-            update, attend, kernels = (taken[name][-1] for name in OF_LAYERS)
-            taken["Python"].append(update + attend - kernels)
+        update, attend, kernels = (taken[name][-1] for name in OF_LAYERS)
+        taken["Python"].append(update + attend - kernels)
     return {name: median(times) for name, times in taken.items()}
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from families import SHARED_PATH
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 from prompts import logits_alone, tokens
+from row_walk import RowWalk
 from transformers import PreTrainedModel
 from trees import CHAINS, planted
 
@@ -195,17 +196,13 @@ def test_what_cannot_be_is_refused(tiny_model: Callable[..., PreTrainedModel]) -
         held.live.forward({held.live.start(None): []})
 
 
-class LiveWalk(RuleBasedStateMachine):
+class LiveWalk(RowWalk):
     """Random lives: rows start, are fed, cropped, parked, come back twice, and leave."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held = Watched(MODEL)
         self.parked: list[tuple[str, list[int], Any]] = []
-
-    @property
-    def rows(self) -> list[Row]:
-        return list(self.held.taken)
 
     @rule(read=st.sampled_from(sorted(CHAINS)))
     def start(self, read: str) -> None:
@@ -246,13 +243,6 @@ class LiveWalk(RuleBasedStateMachine):
         read, own, parked = self.parked[-1] if stays else self.parked.pop()
         if len(self.rows) < 6:
             self.held.start(read, parked, tuple(own))
-
-    @precondition(lambda self: self.held.taken)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.rows))
-        self.held.live.drop(row)
-        self.held.leave(row)
 
     @invariant()
     def nothing_is_lost(self) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from prompts import tokens
+from row_walk import RowWalk
 from test_live_rows import Watched
 from test_live_states import FAMILIES, budget_for
 from test_stateful_rows import Broken
@@ -19,7 +20,7 @@ from hf_granikv.errors import ColdPoolFullError, TornStateError
 from hf_granikv.live_rows import Row
 
 
-class StatesWalk(RuleBasedStateMachine):
+class StatesWalk(RowWalk):
     """Random lives of rows with states, under a budget or none, some of whose forwards fail."""
 
     model: PreTrainedModel
@@ -34,10 +35,6 @@ class StatesWalk(RuleBasedStateMachine):
         if num_rows is not None:
             self.budget = budget_for(self.model, num_rows, 20, lambda: self.idle_bytes)
         self.held = Watched(self.model, budget=self.budget)
-
-    @property
-    def rows(self) -> list[Row]:
-        return list(self.held.taken)
 
     @property
     def idle_bytes(self) -> int:
@@ -124,13 +121,6 @@ class StatesWalk(RuleBasedStateMachine):
         with self.if_there_is_room():
             self.held.start(read, parked, tuple(own))
             del self.parked[len(self.parked) - (not stays) :]
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.rows))
-        self.held.live.drop(row)
-        self.held.leave(row)
 
     @invariant()
     def nothing_is_lost_and_the_budget_is_kept(self) -> None:

@@ -6,14 +6,14 @@ import pytest
 from families import SHARED_PATH
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from prompts import tokens
+from row_walk import RowWalk
 from test_live_rows import Watched
 from token_bytes import TokenBytes
 from trees import CHAINS
 
 from hf_granikv.errors import ColdPoolFullError
-from hf_granikv.live_rows import Row
 from hf_granikv.pools.budget import PoolBudget
 from hf_granikv.row_budget import RowBudget
 
@@ -56,7 +56,7 @@ class Budgeted(Watched):
         assert self.live.num_bytes + idle <= self.budget.sizes.room_bytes
 
 
-class BudgetWalk(RuleBasedStateMachine):
+class BudgetWalk(RowWalk):
     """Random lives under a budget; what is refused changes nothing, and is refused for a reason."""
 
     @initialize(num_tokens=st.integers(40, 160))
@@ -67,10 +67,6 @@ class BudgetWalk(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.patch.undo()
-
-    @property
-    def rows(self) -> list[Row]:
-        return list(self.held.taken)
 
     @precondition(lambda self: len(self.held.taken) < 7)
     @rule(read=st.sampled_from(sorted(CHAINS)))
@@ -133,13 +129,6 @@ class BudgetWalk(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.held.parked.pop(0)
-
-    @precondition(lambda self: self.held.taken)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        row = data.draw(st.sampled_from(self.rows))
-        self.held.live.drop(row)
-        self.held.leave(row)
 
     @invariant()
     def bytes_are_kept_at_every_moment(self) -> None:

@@ -15,9 +15,18 @@ class _Listener:
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns = turns
+        self._readers = {turn: turn.reader() for turn in turns}
 
     def __del__(self) -> None:
         self._cancel()
+
+    @property
+    def _goes_on(self) -> bool:
+        return not all(reader.is_done for reader in self._readers.values())
+
+    def _check_outcomes(self) -> None:
+        for turn in self._turns:
+            turn.result()
 
     def _cancel(self) -> None:
         for turn in self._turns:
@@ -38,7 +47,6 @@ class Merged(_Listener, Iterator[Piece]):
     def __init__(self, turns: Sequence[Turn]) -> None:
         super().__init__(turns)
         self._changed: queue.SimpleQueue[Turn] = queue.SimpleQueue()
-        self._readers = {turn: turn.reader() for turn in turns}
         for turn in turns:
             turn.listen(partial(self._changed.put, turn))
             # what came before
@@ -46,15 +54,14 @@ class Merged(_Listener, Iterator[Piece]):
 
     def __next__(self) -> Piece:
         try:
-            while not all(reader.is_done for reader in self._readers.values()):
+            while self._goes_on:
                 turn = self._changed.get()
                 if piece := self._readers[turn].read():
                     return turn, piece
         except BaseException:
             self._cancel()
             raise
-        for turn in self._turns:
-            turn.result()
+        self._check_outcomes()
         raise StopIteration
 
     def close(self) -> None:
@@ -72,22 +79,20 @@ class MergedAsync(_Listener, AsyncIterator[Piece]):
     def __init__(self, turns: Sequence[Turn]) -> None:
         super().__init__(turns)
         self._changed: asyncio.Queue[Turn] = asyncio.Queue()
-        self._readers = {turn: turn.reader() for turn in turns}
         self._listens = False
 
     async def __anext__(self) -> Piece:
         if not self._listens:
             self._listen()
         try:
-            while not all(reader.is_done for reader in self._readers.values()):
+            while self._goes_on:
                 turn = await self._changed.get()
                 if piece := self._readers[turn].read():
                     return turn, piece
         except BaseException:
             self._cancel()
             raise
-        for turn in self._turns:
-            turn.result()
+        self._check_outcomes()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

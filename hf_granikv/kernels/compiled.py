@@ -2,9 +2,10 @@
 
 import ctypes
 import logging
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -89,6 +90,11 @@ def fault(module_name: str, trial: Callable[[], float]) -> str:
         error,
     )
     return f"numba compiles it wrongly for this CPU (error {error:.2g} times the bound)"
+
+
+def worst(errors: Iterable[float]) -> float:
+    """Gives the largest error of a trial; infinite where one is no number."""
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_granikv.kernels import compiled
 from hf_granikv.kernels.decode_attention.attention import DTYPES, DecodeAttention
 from hf_granikv.kernels.decode_attention.reference import decode_attention
 from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
@@ -21,7 +22,7 @@ _HEADS, _RATIO, _SLOTS, _SCALE = 2, 3, 96, 0.25
 def largest_error() -> float:
     """Gives the largest error over what rounding explains; infinite for what is no number."""
     errors = [_error(dtype, *dims) / _BOUNDS[dtype] for dtype in DTYPES for dims in _DIMS]
-    return max(error if np.isfinite(error) else np.inf for error in errors)
+    return compiled.worst(errors)
 
 
 def _error(dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
