@@ -287,6 +287,7 @@ class LiveRows(RowPlaces):
     def make_room(self, coming: Sequence[Coming], num_copied: int = 0) -> None:
         """Makes room for what comes into pools, and for copies outside; see `RowBudget.make_room`."""
         if self._budget is not None:
-            self._common.rows.row_states.trim()
+            for rows in self._states:
+                rows.row_states.trim()
             num_rows, beside = len(self._merged) + len(self._alone), self.levels.num_bytes
             self._budget.make_room(self.pools, num_rows, coming, num_copied, beside)

@@ -256,3 +256,16 @@ def test_what_a_row_has_left_is_given_back_before_anything_grows(tiny_model: Mod
     held.live.make_room([])
     assert held.live._common.rows.row_states.num_bytes == 3 * budget.sizes.bytes_per_row
     held.decode()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_last_row_of_a_batch_gives_back_what_the_others_have_left(
+    tiny_model: Model, name: str
+) -> None:
+    model = tiny_model(name)
+    held = decoding(model, budget=(budget := budget_for(model, 8, 20)))
+    # all leave the common batch within one step; the last one takes its storages along
+    held.step({row: tokens(2, seed=i) for i, row in enumerate(held.taken)})
+    of_states = sum(rows.row_states.num_bytes for rows in held.live._states)
+    assert of_states == len(held.taken) * budget.sizes.bytes_per_row
+    held.check()
