@@ -12,6 +12,8 @@ from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.pools import ColdPool
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 3
+# tokens are told apart by the rest, copies of one token by the multiple
+OF_COPY = 4096
 TOKEN_BYTES = 2 * NUM_LAYERS * NUM_HEADS * HEAD_DIM * 4
 
 Rows = list[list[int]]
@@ -20,7 +22,8 @@ Rows = list[list[int]]
 def planted(token_ids: list[int] | np.ndarray, layer_idx: int) -> Tensor:
     """Gives `[num_tokens, heads, head_dim]` numbers that tell token, layer, head and place."""
     place = torch.arange(NUM_HEADS * HEAD_DIM).view(NUM_HEADS, HEAD_DIM) / 16
-    return torch.tensor(token_ids, dtype=torch.float32).view(-1, 1, 1) + place + 4096 * layer_idx
+    tokens = torch.tensor(np.array(token_ids) % OF_COPY, dtype=torch.float32)
+    return tokens.view(-1, 1, 1) + place + OF_COPY * layer_idx
 
 
 @dataclass
@@ -30,6 +33,7 @@ class PlantedPool:
     pool: ColdPool
     rows: Rows = field(default_factory=list)
     next_token: int = 1
+    num_copies: int = 0
 
     def begin(self, num_rows: int) -> None:
         self.pool.begin(num_rows)
@@ -71,10 +75,12 @@ class PlantedPool:
 
     def join(self, taken: list[Any], tokens: list[int]) -> None:
         self.pool.add_row(taken, len(tokens))
-        self.rows.append(list(tokens))
+        self.num_copies += 1
+        self.rows.append([token % OF_COPY + OF_COPY * self.num_copies for token in tokens])
 
     def fork(self) -> "PlantedPool":
-        return PlantedPool(self.pool.copy(), [list(row) for row in self.rows], self.next_token)
+        rows = [list(row) for row in self.rows]
+        return PlantedPool(self.pool.copy(), rows, self.next_token, self.num_copies)
 
     def check(self) -> None:
         self.pool.check_integrity()
@@ -327,10 +333,6 @@ class ColdWalk(RuleBasedStateMachine):
     @rule(data=st.data(), comes_back=st.booleans())
     def leave(self, data: st.DataObject, comes_back: bool) -> None:
         parked = self.held.leave(data.draw(st.sampled_from(range(len(self.held.rows)))))
-        # a row that shared slots comes back as a copy, whose tokens this walk could not tell apart
-        is_shared = any(token in row for row in self.held.rows for token in parked[1])
-        if is_shared:
-            return
         if comes_back or not self.held.rows:
             self.held.join(*parked)
         else:
