@@ -26,11 +26,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    model = tiny_model()
     if arguments.model:
         model = AutoModelForCausalLM.from_pretrained(
             arguments.model, dtype=torch.float32, attn_implementation="granikv"
         )
+    else:
+        model = tiny_model()
     ids = torch.randint(3, 250, (1, 512))
     cache = AsymmetricPagedCache(model.config)
     cache.prefill(model, ids[:, :-8])

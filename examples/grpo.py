@@ -29,12 +29,13 @@ def main() -> None:
     logging.getLogger("hf_granikv").setLevel(logging.INFO)
 
     torch.manual_seed(0)
-    model, encode = tiny_model(), lambda text: list(text.encode())
     if arguments.model:
         model = AutoModelForCausalLM.from_pretrained(
             arguments.model, dtype=torch.float32, attn_implementation="granikv"
         )
         encode = AutoTokenizer.from_pretrained(arguments.model).encode
+    else:
+        model, encode = tiny_model(), lambda text: list(text.encode())
     prompts = [encode(SYSTEM + prompt) for prompt in PROMPTS]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])

@@ -49,12 +49,12 @@ class GranikvModel(sm.Model):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder or hub id; default: a tiny random model")
-    path = parser.parse_args().model
-    model, tokenizer = tiny_model_and_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    if path:
+    if path := parser.parse_args().model:
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="granikv")
         tokenizer = AutoTokenizer.from_pretrained(path)
+    else:
+        model, tokenizer = tiny_model_and_tokenizer()
+        tokenizer.chat_template = CHAT_TEMPLATE
     with MultiAgentRunner(model, tokenizer) as runner, ThreadPoolExecutor() as pool:
         served = GranikvModel(runner, max_new_tokens=64)
         options = {"instructions": DOCUMENT, "max_steps": 2, "verbosity_level": LogLevel.OFF}

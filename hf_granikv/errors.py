@@ -1,5 +1,11 @@
 """The errors and warnings a caller may want to tell from others."""
 
+import sys
+import warnings
+
+# whose lines are not those of a caller
+_NO_CALLERS = {"hf_granikv", "torch", "transformers"}
+
 
 class ColdPoolFullError(RuntimeError):
     """The pool of private tokens has no free slot left and may not grow."""
@@ -83,6 +89,17 @@ class TornStateError(RuntimeError):
 
 class NothingSharedWarning(UserWarning):
     """Sharing was asked for, and nothing is shared; the text says why."""
+
+
+def warn_nothing_shared(why: str) -> None:
+    """Warns at the line that called this package, directly or through transformers."""
+    frame, level = sys._getframe(1), 2
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").split(".")[0] in _NO_CALLERS
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(why, NothingSharedWarning, stacklevel=level)
 
 
 class NotPackableError(ValueError):

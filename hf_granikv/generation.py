@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -27,7 +26,7 @@ from hf_granikv.compat import CACHE_ARGUMENT, kept_back_arguments
 from hf_granikv.config import check_min_shared_tokens
 from hf_granikv.dispatch import constants_for
 from hf_granikv.dispatch.sharing import FLOOR_TOKENS, sharing_gain_s
-from hf_granikv.errors import NothingSharedWarning
+from hf_granikv.errors import warn_nothing_shared
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.prompt_checks import unread_arguments
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
@@ -134,11 +133,9 @@ def _tell_unshared(model: PreTrainedModel, why: str) -> None:
     logger.info(why)
     if model not in _TOLD:
         _TOLD.add(model)
-        warnings.warn(
+        warn_nothing_shared(
             f"hf_granikv.generate: {why.rstrip('.')}. Later calls with this model say so at level "
-            "INFO only.",
-            NothingSharedWarning,
-            stacklevel=4,
+            "INFO only."
         )
 
 

@@ -2,12 +2,11 @@
 
 import logging
 import re
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from statistics import median
 
-from hf_granikv.errors import NothingSharedWarning
+from hf_granikv.errors import warn_nothing_shared
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +157,7 @@ class Journal:
         """Warns, once, a caller who asked for sharing that it does not happen."""
         if not self.has_warned:
             self.has_warned = True
-            warnings.warn(f"nothing is shared: {why}", NothingSharedWarning, stacklevel=2)
+            warn_nothing_shared(f"nothing is shared: {why}")
 
     def lines(self) -> list[str]:
         """The report, a fact a line."""

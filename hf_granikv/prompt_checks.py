@@ -19,6 +19,8 @@ _UNDERSTOOD = {
     *("attention_mask", "cache", "cache_position", "input_ids", "inputs_embeds", "past_key_values"),
     *("position_ids", "use_cache", "labels", "logits_to_keep", "num_items_in_batch"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    # what decoding loops of transformers hand on, though no forward reads it
+    *("tokenizer", "assistant_tokenizer", "streamer", "synced_gpus"),
 }
 # arguments that bring images or videos, whatever a model calls them
 _WORDS_OF_IMAGES = ("pixel_values", "image", "video", "vision", "mm_encoder")
@@ -29,9 +31,9 @@ _WORDS_OF_MEDIA = (
     *("spatial_shapes", "token_type_ids"),
 )
 _WHOLE_PROMPTS = (
-    "Pass whole prompts that start with the prefix; or, with the suffix alone, an attention_mask over "
-    "prefix and suffix, which generate keeps whole only without drafts (prompt_lookup_num_tokens, "
-    "assistant_model)."
+    "Pass whole prompts that start with the prefix; or the suffix alone, with an attention_mask over "
+    "prefix and suffix, but whole prompts with prompt_lookup_num_tokens or assistant_model, for which "
+    "generate cuts the mask."
 )
 
 

@@ -126,8 +126,13 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
     """Checks that a model embeds whatever a tokenizer gives.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If it does not, or they are no model and no tokenizer.
     """
+    if not hasattr(model, "get_input_embeddings") or not hasattr(tokenizer, "decode"):
+        raise ValueError(
+            f"a {type(model).__name__} was given as the model and a {type(tokenizer).__name__} as the "
+            "tokenizer; pass the model first, then its tokenizer."
+        )
     vocab_size = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocab_size:
         raise ValueError(

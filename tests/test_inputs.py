@@ -285,7 +285,7 @@ DRAFTED: dict[str, tuple[Inputs, str]] = {
             "input_ids": torch.tensor([[PAD_ID] * 3 + RAGGED[1]]),
             "attention_mask": torch.tensor([[1] * P + [0] * 3 + [1] * 7]),
         },
-        "which generate keeps whole only without drafts",
+        "for which generate cuts the mask",
     ),
 }
 

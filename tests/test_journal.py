@@ -270,3 +270,17 @@ def test_generate_on_the_dense_route_that_was_asked_for_warns_of_nothing(
         new_tokens, model, prompts, custom_generate=hf_granikv.generate, min_shared_tokens=4
     )
     assert unshared(run) == []
+
+
+def test_the_warning_that_nothing_is_shared_names_the_line_of_the_caller(
+    tiny_model: Callable[..., PreTrainedModel],
+) -> None:
+    model = tiny_model("llama")
+    hf_granikv.generation._TOLD.discard(model)
+    with pytest.warns(NothingSharedWarning) as found:
+        model.generate(
+            input_ids=torch.tensor([[5, 6, 7]]),
+            custom_generate=hf_granikv.generate,
+            max_new_tokens=2,
+        )
+    assert [warning.filename for warning in found] == [__file__]

@@ -78,6 +78,11 @@ def test_a_larger_tokenizer_is_refused(model):
         MultiAgentRunner(model, byte_tokenizer())
 
 
+def test_a_model_and_a_tokenizer_that_were_swapped_are_refused(model):
+    with pytest.raises(ValueError, match="pass the model first, then its tokenizer"):
+        MultiAgentRunner(byte_tokenizer(), model)
+
+
 def test_a_prompt_that_lost_its_head_is_refused(model):
     tokenizer = byte_tokenizer(CHATML)
     runner = new_runner(model, tokenizer)
