@@ -1,6 +1,5 @@
 """One layer's face to transformers."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +8,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.gradients import needs_gradients, with_graph
 from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.ready_layers import layer_step, make_ready, own_tokens
 from hf_granikv.state import CacheState
-from hf_granikv.views import LayerStep, PrivateTokens, Window
+from hf_granikv.step import ReadyLayer
+from hf_granikv.views import PrivateTokens
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -20,10 +21,9 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, layer_idx: int, state: CacheState, window: Window | None) -> None:
+    def __init__(self, layer_idx: int, state: CacheState) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self._window = window
         self._state = state
         self._step_id = state.step_id
 
@@ -52,12 +52,16 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             ColdPoolFullError: If the pool may not grow; nothing has been written then.
         """
         state, layer_idx = self._state, self.layer_idx
+        is_first = state.is_staged or self._step_id == state.step_id
+        if not is_first and (ready := state.ready_layer(layer_idx)) is not None:
+            given = self._as_made_ready(ready, key_states, value_states)
+            if given is not None:
+                return given
         stored, by_parts = state.prefixes.any, state.reads_inputs
         if stored is not None:
             state.is_generation_pending = False
             check_same_kind(key_states, stored.keys[layer_idx], "keys", layer_idx)
             check_same_kind(value_states, stored.values[layer_idx], "values", layer_idx)
-        is_first = state.is_staged or self._step_id == state.step_id
         if stored is None and is_first:
             self._check_same_as_held(key_states, value_states)
         step = state.begin_step(key_states) if is_first else state.current_step()
@@ -76,26 +80,35 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             if state.returns_contiguous:
                 keys, values = keys.contiguous(), values.contiguous()
             return keys, values
-        layer_step = LayerStep(
-            layer_idx,
-            step.plan,
-            state.reads.parts(layer_idx),
+        own = (
             PrivateTokens.of_tensors(keys, values)
             if has_graph
-            else self._in_place(step.max_length),
-            self._window,
+            else own_tokens(state, step, layer_idx)
         )
-        return LazyKeyValue(layer_step, is_value=False), LazyKeyValue(layer_step, is_value=True)
+        of_layer = layer_step(state, step, layer_idx, own)
+        if is_first and not torch.is_grad_enabled():
+            make_ready(state, step, layer_idx)
+        return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
 
     def private(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
         return self._state.cold.read(self.layer_idx)
 
-    def _in_place(self, max_length: int) -> PrivateTokens:
-        cold, layer_idx = self._state.cold, self.layer_idx
-        storages = cold.storage(layer_idx)
-        assert storages is not None, "the new tokens were written"
-        return PrivateTokens(storages, cold.table.slots, max_length, partial(cold.read, layer_idx))
+    def _as_made_ready(
+        self, ready: ReadyLayer, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Stores the new tokens; gives what was made ready, or None where it is not for these."""
+        state = self._state
+        if torch.is_grad_enabled() or not ready.fits(keys, values):
+            return None
+        self._step_id = state.step_id
+        if ready.places is None:
+            state.cold.write(self.layer_idx, state.current_step().write, keys, values)
+        else:
+            key_places, value_places = ready.places
+            key_places.copy_(keys)
+            value_places.copy_(values)
+        return ready.keys, ready.values
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         held = self._state.cold.storage(self.layer_idx)

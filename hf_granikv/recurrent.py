@@ -68,7 +68,7 @@ class MixedLayer(RecurrentLayer, AsymmetricPagedLayer):
     is_compileable = False
 
     def __init__(self, layer_idx: int, state: CacheState, kind: LayerKind) -> None:
-        AsymmetricPagedLayer.__init__(self, layer_idx, state, kind.window)
+        AsymmetricPagedLayer.__init__(self, layer_idx, state)
         RecurrentLayer.__init__(self, kind.num_states)
 
 
@@ -97,5 +97,5 @@ def _layer(layer_idx: int, kind: LayerKind, state: CacheState) -> Any:
     if kind.num_states:
         return RecurrentLayer(kind.num_states)
     if kind.stores:
-        return AsymmetricPagedLayer(layer_idx, state, kind.window)
+        return AsymmetricPagedLayer(layer_idx, state)
     return DummyLayer()

@@ -1,7 +1,6 @@
 """What all layers of one cache share: the prefixes, the rows, and the forward under way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -13,19 +12,10 @@ from hf_granikv.held_prefixes import HeldPrefixes
 from hf_granikv.inputs import HeldRows, Layout
 from hf_granikv.journal import Journal
 from hf_granikv.pools import HotPool, Prefix
-from hf_granikv.pools.cold import ColdWrite
 from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
+from hf_granikv.step import ReadyLayer, Step
 from hf_granikv.views import LayerKind, StepPlan
 from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The forward pass under way, and how many private tokens the longest row has with it."""
-
-    plan: StepPlan
-    write: ColdWrite
-    max_length: int
 
 
 class CacheState(BatchRows):
@@ -165,6 +155,10 @@ class CacheState(BatchRows):
         if self._step is None:
             raise RowsTakenError("the rows of this forward pass were dropped while it was running")
         return self._step
+
+    def ready_layer(self, layer_idx: int) -> ReadyLayer | None:
+        """What a layer of the step under way gives, once; None if it has to work it out."""
+        return None if self._step is None else self._step.take_ready(layer_idx)
 
     def note_graph(self) -> bool:
         """Notes that the tokens of this step have a graph; gives whether earlier ones had one."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_granikv.backends.per_row import attend_each_row
 from hf_granikv.journal import GroupNote
-from hf_granikv.kernels.decode_attention import GroupStates, Segment
+from hf_granikv.kernels.decode_attention import GroupStates
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.step_work import PartWork, ScoreRule, StepWork, common_keys, prepare
@@ -35,6 +35,7 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
         query.shape,
         query.dtype,
         step.private.num_kv_heads,
+        step.private.storages is None,
         query.device,
         step.window,
         rule.scale,
@@ -63,23 +64,21 @@ def _decoded(query: Tensor, step: LayerStep, work: StepWork, rule: ScoreRule) ->
     """Attends in the backends to the prefixes, and in one compiled pass to all the rest."""
     assert work.decode is not None
     assert step.private.storages is not None
-    states, segments, due = [], [], []
+    states, due = [], []
     for part_work in work.in_order:
-        part = step.parts[part_work.part_idx]
-        if part_work.in_pass:
-            tokens = common_keys(part, part_work.view)
-            segments.append(Segment(*tokens, part_work.row_map))
-            if part_work.note is not None and part_work.note.is_due:
-                due.append(part_work.note)
+        if (note := part_work.note) is not None and part_work.in_pass and note.is_due:
+            due.append(note)
         if part_work.attend is not None or part_work.fringe_mask is not None:
             of_rows = query if part_work.rows is None else query[part_work.rows]
-            for state in _of_part(of_rows, part, part_work, rule):
+            for state in _of_part(of_rows, step.parts[part_work.part_idx], part_work, rule):
                 states.append(GroupStates(*state, part_work.row_map))
-    keys, values = step.private.storages
+    place = work.places.get(step.layer_idx)
+    if place is None:
+        place = work.decode.place(*step.private.storages, work.segments(step))
     if due:
-        run = partial(work.decode.run, query, keys, values, states, segments, sinks=rule.sinks)
+        run = partial(work.decode.run_at, query, place, states, sinks=rule.sinks)
         return _timed(run, due, query)
-    return work.decode.run(query, keys, values, states, segments, sinks=rule.sinks)
+    return work.decode.run_at(query, place, states, sinks=rule.sinks)
 
 
 def _of_level(

@@ -13,7 +13,12 @@ from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.journal import ForwardNotes, GroupNote
-from hf_granikv.kernels.decode_attention import DecodeAttention, unsupported_reasons
+from hf_granikv.kernels.decode_attention import (
+    DecodeAttention,
+    Place,
+    Segment,
+    unsupported_reasons,
+)
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
 from hf_granikv.views import GroupShape, LayerStep, PrefixPart, dtype_name
 from hf_granikv.windows import PrefixView, prefix_view, suffix_view
@@ -72,6 +77,7 @@ class StepWork:
         suffix_start: The first private token that some row sees.
         mask: What rows see from there on; None = everything.
         decode: The compiled pass; None where torch does its work.
+        places: For the compiled pass, where the tokens of layers are.
     """
 
     levels: list[list[PartWork]]
@@ -79,6 +85,15 @@ class StepWork:
     suffix_start: int
     mask: SuffixMask | None
     decode: DecodeAttention | None
+    places: dict[int, Place]
+
+    def segments(self, step: LayerStep) -> list[Segment]:
+        """What rows read in one layer as if it was their own."""
+        return [
+            Segment(*common_keys(step.parts[part.part_idx], part.view), part.row_map)
+            for part in self.in_order
+            if part.in_pass
+        ]
 
 
 def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
@@ -113,7 +128,27 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
             query, step.private, spans, scale=rule.scale, num_segment_tokens=lengths
         )
     in_order = list(chain.from_iterable(levels.values()))
-    return StepWork(list(levels.values()), in_order, start, _ready(mask, query), decode)
+    step_work = StepWork(list(levels.values()), in_order, start, _ready(mask, query), decode, {})
+    if decode is not None:
+        for other in (step, *plan.to_come.values()):
+            if _is_alike(step, other):
+                assert other.private.storages is not None
+                place = decode.place(*other.private.storages, step_work.segments(other))
+                step_work.places[other.layer_idx] = place
+    return step_work
+
+
+def _is_alike(step: LayerStep, other: LayerStep) -> bool:
+    """Whether two layers are of one kind, with their own tokens in the pool."""
+    held, its = step.private.storages, other.private.storages
+    if held is None or its is None or step.window != other.window:
+        return False
+    (keys, values), (its_keys, its_values) = held, its
+    return bool(
+        keys.shape == its_keys.shape
+        and values.shape == its_values.shape
+        and keys.dtype == values.dtype == its_keys.dtype == its_values.dtype
+    )
 
 
 def _decode_spans(

@@ -176,6 +176,7 @@ class StepPlan:
         is_unmasked: Whether the model was given no mask over columns that have pads.
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
+        to_come: Layers that have not run, as far as it is known what they read.
         scratch: What attention works out once per forward and keeps for the other layers.
     """
 
@@ -192,6 +193,7 @@ class StepPlan:
     is_unmasked: bool
     dispatch: str
     journal: Journal
+    to_come: dict[int, "LayerStep"] = field(default_factory=dict)
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def of_last_queries(self, q_len: int) -> "StepPlan":

@@ -102,15 +102,31 @@ class ColdPool(SlotRows):
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         self._storage.open(layer_idx, keys, values)
-        if write.start is not None:
-            q_len = keys.shape[2]
-            key_runs, value_runs = self._runs(layer_idx)
-            key_runs.narrow(2, write.start, q_len).copy_(keys)
-            value_runs.narrow(2, write.start, q_len).copy_(values)
+        places = self.places(layer_idx, write, keys.shape[2])
+        if places is not None:
+            key_places, value_places = places
+            key_places.copy_(keys)
+            value_places.copy_(values)
             return
         slots, source = write.on(keys.device)
         tokens = [t.transpose(0, 1).flatten(1, 2) for t in (keys, values)]
         self._storage.put(layer_idx, slots, tokens, source)
+
+    def places(self, layer_idx: int, write: ColdWrite, q_len: int) -> KeysAndValues | None:
+        """Where `write` puts tokens that lie side by side, `[num_rows, num_kv_heads, q_len, head_dim]`.
+
+        Args:
+            layer_idx: A layer that has written before.
+            write: What `extend` returned for this forward.
+            q_len: Tokens per row of the forward.
+
+        Returns:
+            Two views of the pool; None if rows are no runs of equal length.
+        """
+        if write.start is None:
+            return None
+        keys, values = self._runs(layer_idx)
+        return keys.narrow(2, write.start, q_len), values.narrow(2, write.start, q_len)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from hf_granikv.kernels import compiled
-from hf_granikv.kernels.decode_attention.attention import DTYPES, MODULE, DecodeAttention
+from hf_granikv.kernels.decode_attention.attention import DTYPES, MODULE, DecodeAttention, Place
 from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
 from hf_granikv.kernels.decode_attention.trial import largest_error
 from hf_granikv.views import PrivateTokens
 
-__all__ = ["DecodeAttention", "GroupStates", "Segment", "unsupported_reasons"]
+__all__ = ["DecodeAttention", "GroupStates", "Place", "Segment", "unsupported_reasons"]
 
 
 def unsupported_reasons(query: Tensor, private: PrivateTokens) -> list[str]:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,18 @@ from hf_granikv.views import PrivateTokens
 
 MODULE = "hf_granikv.kernels.decode_attention._numba"
 DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
+
+
+class Place(NamedTuple):
+    """Where the tokens of one layer are, in numbers for the compiled pass.
+
+    Attributes:
+        numbers: Of the rows' own tokens, and where those of the segments are.
+        of_segments: Of the segments.
+    """
+
+    numbers: "array[int]"
+    of_segments: "array[int]"
 
 
 class DecodeAttention:
@@ -51,7 +64,9 @@ class DecodeAttention:
         self._scale = np.array([scale], dtype=np.float32)
         kernel = compiled.load(MODULE)
         self._task: int = getattr(kernel, DTYPES[query.dtype]).address
-        self._of_layer = slice(kernel.QUERY, kernel.NUM_STATES)
+        self._query, self._out = kernel.QUERY, kernel.OUT
+        self._of_layer = slice(kernel.KEYS, kernel.NUM_STATES)
+        self._query_strides: tuple[int, ...] = ()
         self._states: list[GroupStates] = []
         ratio, lanes = num_q_heads // num_kv_heads, kernel.LANES
         # whole vectors
@@ -94,34 +109,70 @@ class DecodeAttention:
 
         Args:
             query: `[num_rows, num_q_heads, 1, head_dim]`, any strides.
+            keys: See `place`.
+            values: Likewise.
+            states: See `run_at`.
+            segments: See `place`.
+            sinks: See `run_at`.
+
+        Returns:
+            `[num_rows, 1, num_q_heads, value_dim]`, see `run_at`.
+        """
+        return self.run_at(query, self.place(keys, values, segments), states, sinks=sinks)
+
+    def place(self, keys: Tensor, values: Tensor, segments: Sequence[Segment] = ()) -> Place:
+        """Writes down where the tokens of a layer are.
+
+        Args:
             keys: `[num_kv_heads, num_slots, head_dim]`, any strides but over the last dimension;
                 never copied.
             values: `[num_kv_heads, num_slots, value_dim]`, likewise.
-            states: Parts with other keys, that some or all rows see.
             segments: Tokens that some or all rows see as if they were their own; never copied.
+        """
+        of_segments = array("q")
+        for segment in segments:
+            of_segments.extend(self._numbers_of(segment))
+        numbers = [
+            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
+            *(len(segments), of_segments.buffer_info()[0]),
+        ]
+        return Place(array("q", numbers), of_segments)
+
+    def run_at(
+        self,
+        query: Tensor,
+        place: Place,
+        states: Sequence[GroupStates],
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attends in the layer that a place is of, in float32.
+
+        Args:
+            query: `[num_rows, num_q_heads, 1, head_dim]`, any strides.
+            place: Its tokens, which have not moved since.
+            states: Parts with other keys, that some or all rows see.
             sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
 
         Returns:
             `[num_rows, 1, num_q_heads, value_dim]` in the dtype of the query, 0 for a row that sees
             nothing.
         """
-        if query.stride(3) != 1:
-            query = query.contiguous()
-        out = query.new_empty(self._shape)
+        strides = query.stride()
+        if strides != self._query_strides:
+            if strides[3] != 1:
+                return self.run_at(query.contiguous(), place, states, sinks=sinks)
+            self._query_strides = strides
+            self._numbers[self._query + 1], self._numbers[self._query + 2] = strides[:2]
+        out, numbers = query.new_empty(self._shape), self._numbers
+        numbers[self._query], numbers[self._out] = query.data_ptr(), out.data_ptr()
+        numbers[self._of_layer] = place.numbers
         if sinks is not None:
             sinks = sinks.to("cpu", torch.float32).contiguous()
-        of_layer = [
-            *(query.data_ptr(), *query.stride()[:2]),
-            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
-            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr(), len(segments)),
-        ]
-        of_segments = array("q")
-        for segment in segments:
-            of_segments.extend(self._numbers_of(segment))
-        of_layer.append(of_segments.buffer_info()[0])
-        self._numbers[self._of_layer] = array("q", of_layer)
-        self._take(states)
-        compiled.run(self._task, self._numbers, self._threads)
+        numbers[self._out + 1] = 0 if sinks is None else sinks.data_ptr()
+        if states or self._states:
+            self._take(states)
+        compiled.run(self._task, numbers, self._threads)
         return out
 
     def _numbers_of(self, segment: Segment) -> list[int]:

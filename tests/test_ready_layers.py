@@ -1,0 +1,94 @@
+"""What layers give is made for all of them at the first one of a step, and kept no longer than needed."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from prompts import logits_alone, prefilled, step, suffixes, whole
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_granikv.layer import AsymmetricPagedLayer
+from hf_granikv.lazy import LazyKeyValue
+
+Build = Callable[..., PreTrainedModel]
+
+
+def started(model: PreTrainedModel) -> tuple[Any, list[list[int]]]:
+    """A cache whose rows have read their suffixes, and all that they have read."""
+    cache, own = prefilled(model), suffixes(4, 4)
+    mask = torch.ones(2, cache.get_seq_length() + 4, dtype=torch.int64)
+    step(model, cache, own, attention_mask=mask)
+    return cache, whole(own)
+
+
+@pytest.mark.parametrize("attention", ["granikv", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3", "falcon_h1"])
+def test_every_layer_but_the_first_gives_what_was_made_ready(
+    tiny_model: Build, monkeypatch: pytest.MonkeyPatch, name: str, attention: str
+) -> None:
+    model, given = tiny_model(name, attention), []
+    cache, rows = started(model)
+    made_ready = AsymmetricPagedLayer._as_made_ready
+
+    def noted(self: AsymmetricPagedLayer, *args: Any) -> Any:
+        given.append((self.layer_idx, (result := made_ready(self, *args)) is not None))
+        return result
+
+    monkeypatch.setattr(AsymmetricPagedLayer, "_as_made_ready", noted)
+    logits = step(model, cache, [[5], [6]])
+    assert given == [(layer_idx, True) for layer_idx in range(1, model.config.num_hidden_layers)]
+    for row, ids in enumerate(rows):
+        want = logits_alone(model, [*ids, 5 + row], 1)
+        torch.testing.assert_close(logits[row], want, atol=1e-3, rtol=0)
+    assert not cache._state.current_step().ready
+    assert not cache._state.current_step().plan.to_come
+
+
+@pytest.mark.nothing_shared
+def test_dense_keys_of_one_layer_are_gone_when_the_next_one_runs(
+    tiny_model: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("llama", "sdpa")
+    cache, _ = started(model)
+    built: list[weakref.ref[Tensor]] = []
+    materialize = LazyKeyValue.materialize
+
+    def noted(self: LazyKeyValue, asked_by: str) -> Tensor:
+        dense = materialize(self, asked_by)
+        built.append(weakref.ref(dense))
+        return dense
+
+    def none_is_left(*args: Any) -> None:
+        assert [ref for ref in built if ref() is not None] == []
+
+    monkeypatch.setattr(LazyKeyValue, "materialize", noted)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(none_is_left)
+    step(model, cache, [[5], [6]])
+    assert built
+    none_is_left()
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
+def test_what_does_not_fit_is_refused_in_a_later_layer_too(
+    tiny_model: Build, heads: int, dtype: torch.dtype
+) -> None:
+    model: Any = tiny_model("llama")
+    cache, rows = started(model)
+    update, head_dim = cache.layers[1].update, model.config.head_dim
+
+    def of_another_kind(*args: Any, **kwargs: Any) -> Any:
+        odd = torch.zeros(2, heads, 1, head_dim, dtype=dtype)
+        return update(odd, odd)
+
+    cache.layers[1].update = of_another_kind
+    with pytest.raises(ValueError, match=f"layer 1 brings keys of {heads} heads x"):
+        step(model, cache, [[5], [6]])
+    cache.layers[1].update = update
+    cache.check_integrity()
+    logits = step(model, cache, [[5], [6]])
+    want = logits_alone(model, [*rows[0], 5], 1)
+    torch.testing.assert_close(logits[0], want, atol=1e-4, rtol=0)
