@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_granikv.compat import outside_graphs
 from hf_granikv.errors import NotPackableError
 from hf_granikv.gradients import SeenPart, needs_gradients, parts_seen, with_gradients
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.lazy import LazyKeyValue, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
-from hf_granikv.step_attention import finished, step_attention
+from hf_granikv.step_attention import decoded_as_before, finished, step_attention
 from hf_granikv.step_work import ScoreRule
 from hf_granikv.views import LayerStep, PrivateTokens
 
@@ -28,7 +29,7 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION_NAME, granikv_mask)
 
 
-@torch.compiler.disable
+@outside_graphs
 def granikv_attention(
     module: nn.Module,
     query: Tensor,
@@ -65,12 +66,18 @@ def granikv_attention(
     Raises:
         NotImplementedError: For dropout or a position bias together with sinks or soft-capping.
     """
+    scale = scaling or query.shape[-1] ** -0.5
+    is_plain = attention_mask is None and s_aux is None and not dropout
+    if is_plain and isinstance(key, LazyKeyValue) and "position_bias" not in kwargs:
+        out = _as_before(query, key, value, scale, softcap)
+        if out is not None:
+            return out, None
     if isinstance(key, PackedKeyValue):
         if not says_no_more_than(attention_mask, key.segments[0].layer_step.window):
             raise NotPackableError("a layer brings a mask of its own")
         options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
         return _packed(module, query, key, value, **options, **kwargs), None
-    rule = ScoreRule(scaling or query.shape[-1] ** -0.5, softcap, s_aux)
+    rule = ScoreRule(scale, softcap, s_aux)
     if isinstance(key, LazyKeyValue) and isinstance(value, LazyKeyValue):
         reasons = _dense_reasons(query, key, value, attention_mask, dropout, kwargs)
         if not reasons:
@@ -80,10 +87,10 @@ def granikv_attention(
     if attention_mask is None and _is_causal(module, kwargs):
         attention_mask = _mask_of_cut_queries(query.shape[2], key)
     if softcap is None and s_aux is None:
-        out: tuple[Tensor, None] = sdpa_attention_forward(
+        whole: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return out
+        return whole
     if dropout or kwargs.get("position_bias") is not None:
         raise NotImplementedError(
             "attn_implementation='granikv' serves sinks (s_aux) and soft-capped scores (softcap) "
@@ -91,6 +98,17 @@ def granikv_attention(
             "attn_implementation='eager'."
         )
     return _in_one_piece(query, key, value, attention_mask, rule), None
+
+
+def _as_before(
+    query: Tensor, key: LazyKeyValue, value: Tensor, scale: float, softcap: float | None
+) -> Tensor | None:
+    """Attends as an earlier layer of the step did that was given the like; None if none was."""
+    if torch.is_grad_enabled() or not isinstance(value, LazyKeyValue):
+        return None
+    if not (key.is_plain and value.is_plain and key.layer_step is value.layer_step):
+        return None
+    return decoded_as_before(query, key.layer_step, scale, softcap)
 
 
 def _mask_of_cut_queries(q_len: int, key: Tensor) -> Tensor | None:

@@ -137,10 +137,10 @@ class Journal:
         if not self.dense_reads[layer_idx]:
             logger.info(
                 "Layer %d: %s needs keys and values in one piece; they are built for every "
-                "forward pass. Load the model with attn_implementation='granikv' where its "
-                "attention allows it.",
+                "forward pass.%s",
                 layer_idx,
                 asked_by,
+                _advice(asked_by),
             )
         self.dense_reads[layer_idx] += 1
         self._dense_askers[asked_by] += 1
@@ -149,8 +149,7 @@ class Journal:
         if self._unshared_reads[layer_idx] > 2 and not self.backend_steps:
             self.warn_unshared(
                 f"each row reads the whole prefix by itself in every layer, since {asked_by} needs "
-                "keys and values in one piece. Load the model with attn_implementation='granikv' "
-                "where its attention allows it; cache.explain() says more."
+                f"keys and values in one piece.{_advice(asked_by)} cache.explain() says more."
             )
 
     def warn_unshared(self, why: str) -> None:
@@ -194,3 +193,10 @@ class Journal:
         if not self.backend_steps and not self.dense_reads:
             report.append("no forward pass has read a prefix yet.")
         return report
+
+
+def _advice(asked_by: str) -> str:
+    """What to do where keys and values are asked for in one piece; where ours asks, it says why."""
+    if asked_by.startswith("granikv"):
+        return ""
+    return " Load the model with attn_implementation='granikv' where its attention allows it."

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_granikv.compat import outside_graphs
 from hf_granikv.gradients import needs_gradients, with_graph
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.ready_layers import layer_step, make_ready, own_tokens
@@ -31,7 +32,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         """Does nothing: the pools allocate when the first tokens are written."""
 
     # its bookkeeping is no matter of tensors, which a compiler would trace into
-    @torch.compiler.disable
+    @outside_graphs
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ class LazyKeyValue(torch.Tensor):
         kept_dtype: `dtype`, which costs a call into torch.
         is_buffer: Whether the parts are new memory that a model fills.
         is_written: Whether the dense tensor was written to, which the parts do not show.
+        is_plain: Whether nothing was done to it: it is as `update` gave it.
     """
 
     METADATA = _METADATA
@@ -46,6 +47,7 @@ class LazyKeyValue(torch.Tensor):
     kept_dtype: torch.dtype
     is_buffer: bool
     is_written: bool
+    is_plain: bool
     # what the model has made of the parts, prefixes and suffix; None as long as they are the step's
     _parts: tuple[tuple[Tensor, ...], Tensor] | None
     _dense: Tensor | None
@@ -65,6 +67,7 @@ class LazyKeyValue(torch.Tensor):
         )
         lazy.layer_step, lazy.token_dim, lazy.is_value = layer_step, 2, is_value
         lazy.kept_dtype, lazy.is_buffer, lazy.is_written = like.dtype, False, False
+        lazy.is_plain = True
         lazy._parts, lazy._dense = None, None
         return lazy
 
@@ -75,6 +78,7 @@ class LazyKeyValue(torch.Tensor):
         shape[token_dim] = self.layer_step.plan.kv_len
         lazy = self._make(self.layer_step, shape, suffix, self.is_value)
         lazy.token_dim, lazy.is_buffer, lazy._parts = token_dim, is_buffer, (prefixes, suffix)
+        lazy.is_plain = False
         return lazy
 
     @property
@@ -170,7 +174,7 @@ class LazyKeyValue(torch.Tensor):
             return by_parts
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
         if _writes(func) and isinstance(args[0], LazyKeyValue):
-            args[0].is_written = True
+            args[0].is_written, args[0].is_plain = True, False
         dense_args, dense_kwargs = tree_map_only(
             LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
         )

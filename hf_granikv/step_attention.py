@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_granikv.backends.per_row import attend_each_row
 from hf_granikv.journal import GroupNote
-from hf_granikv.kernels.decode_attention import GroupStates
+from hf_granikv.kernels.decode_attention import GroupStates, Place
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.step_work import PartWork, ScoreRule, StepWork, common_keys, prepare
@@ -45,7 +45,13 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     if work is None:
         work = scratch[key] = prepare(query, step, rule)
     if work.decode is not None:
-        return _decoded(query, step, work, rule)
+        assert step.private.storages is not None
+        place = work.places.get(step.layer_idx)
+        if place is None:
+            place = work.decode.place(*step.private.storages, work.segments(step))
+        if rule.sinks is None:
+            scratch[_of_alike(query, step, rule.scale, rule.softcap)] = work, rule
+        return _decoded(query, step, work, place, rule)
     states = [state for level in work.levels for state in _of_level(query, step, level, rule)]
     own_keys, own_values = step.private.tensors
     if work.suffix_start:
@@ -60,10 +66,39 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     return finished(states, query, rule)
 
 
-def _decoded(query: Tensor, step: LayerStep, work: StepWork, rule: ScoreRule) -> Tensor:
+def decoded_as_before(
+    query: Tensor, step: LayerStep, scale: float, softcap: float | None
+) -> Tensor | None:
+    """Attends as an earlier layer of the step did, where a decode step has one that is alike.
+
+    Args:
+        query: As for `step_attention`.
+        step: Likewise; as the cache has it.
+        scale: As in `ScoreRule`; there are no sinks.
+        softcap: Likewise.
+
+    Returns:
+        As `step_attention`; None if there was none, or its tokens are not known to lie as here.
+    """
+    known = step.plan.scratch.get(_of_alike(query, step, scale, softcap))
+    if known is None:
+        return None
+    work, rule = known
+    place = work.places.get(step.layer_idx)
+    return None if place is None else _decoded(query, step, work, place, rule)
+
+
+def _of_alike(
+    query: Tensor, step: LayerStep, scale: float, softcap: float | None
+) -> tuple[object, ...]:
+    return "decoded", query.shape, query.dtype, query.device, step.window, scale, softcap
+
+
+def _decoded(
+    query: Tensor, step: LayerStep, work: StepWork, place: Place, rule: ScoreRule
+) -> Tensor:
     """Attends in the backends to the prefixes, and in one compiled pass to all the rest."""
     assert work.decode is not None
-    assert step.private.storages is not None
     states, due = [], []
     for part_work in work.in_order:
         if (note := part_work.note) is not None and part_work.in_pass and note.is_due:
@@ -72,9 +107,6 @@ def _decoded(query: Tensor, step: LayerStep, work: StepWork, rule: ScoreRule) ->
             of_rows = query if part_work.rows is None else query[part_work.rows]
             for state in _of_part(of_rows, step.parts[part_work.part_idx], part_work, rule):
                 states.append(GroupStates(*state, part_work.row_map))
-    place = work.places.get(step.layer_idx)
-    if place is None:
-        place = work.decode.place(*step.private.storages, work.segments(step))
     if due:
         run = partial(work.decode.run_at, query, place, states, sinks=rule.sinks)
         return _timed(run, due, query)

@@ -284,3 +284,13 @@ def test_the_warning_that_nothing_is_shared_names_the_line_of_the_caller(
             max_new_tokens=2,
         )
     assert [warning.filename for warning in found] == [__file__]
+
+
+def test_a_model_that_has_our_attention_is_not_told_to_take_it() -> None:
+    model = SHARED_PATH["llama"].model(attn_implementation="granikv").double()
+    prompts = left_padded(whole(suffixes(3, 4)))
+    (told,) = unshared(partial(new_tokens, model, prompts, num_new=4, **cached(prefilled(model))))
+    assert (
+        "since granikv (parts are merged in float32, and the query is torch.float64) needs" in told
+    )
+    assert "attn_implementation" not in told

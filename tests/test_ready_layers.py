@@ -65,9 +65,12 @@ def test_dense_keys_of_one_layer_are_gone_when_the_next_one_runs(
         assert [ref for ref in built if ref() is not None] == []
 
     monkeypatch.setattr(LazyKeyValue, "materialize", noted)
-    for layer in model.model.layers:
-        layer.register_forward_pre_hook(none_is_left)
-    step(model, cache, [[5], [6]])
+    handles = [layer.register_forward_pre_hook(none_is_left) for layer in model.model.layers]
+    try:
+        step(model, cache, [[5], [6]])
+    finally:
+        for handle in handles:
+            handle.remove()
     assert built
     none_is_left()
 

@@ -51,7 +51,8 @@ class SlotStorage:
 
     def layer(self, layer_idx: int) -> KeysAndValues | None:
         """Keys and values of one layer; None before its first write."""
-        keys, values = (side[layer_idx] for side in self._sides)
+        of_keys, of_values = self._sides
+        keys, values = of_keys[layer_idx], of_values[layer_idx]
         return None if keys is None or values is None else (keys, values)
 
     def written(self, layer_idx: int) -> KeysAndValues:

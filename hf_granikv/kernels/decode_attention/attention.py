@@ -2,7 +2,8 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -73,23 +74,23 @@ class DecodeAttention:
         key_width, value_width, longest, totals, *of_segments = (
             -(-size // lanes) * lanes
             for size in (
-                *(key_dim, value_dim, int(np.diff(spans).max(initial=0)), ratio),
+                *(key_dim, value_dim, int((spans[:, 1] - spans[:, 0]).max(initial=0)), ratio),
                 *num_segment_tokens,
             )
         )
         longest += sum(of_segments)
         self._tokens = np.arange(max(num_segment_tokens, default=0))
-        self._tokens_at = self._tokens.ctypes.data
+        self._tokens_at = _address(self._tokens)
         # queries; keys and values of as many tokens, and their products; scores, sums, totals
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
         parts += [ratio * longest, ratio * value_width, totals]
-        *places, size = (4 * int(end) for end in np.cumsum(parts))
+        *places, size = (4 * end for end in accumulate(parts))
         self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
         # the order is that of the names in _numba.py
         sizes = [
             *(num_rows, num_kv_heads, ratio, key_dim, value_dim),
-            *(self._slots.ctypes.data, self._slots.shape[1], spans.ctypes.data),
-            *(self._scale.ctypes.data, key_width, value_width, 4 * longest),
+            *(_address(self._slots), self._slots.shape[1], _address(spans)),
+            *(_address(self._scale), key_width, value_width, 4 * longest),
             *(self._scratch.data_ptr(), size, *places),
         ]
         self._num_arguments: int = kernel.NUM_ARGUMENTS
@@ -179,7 +180,7 @@ class DecodeAttention:
         keys, values, rows = segment
         return [
             *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
-            *(self._tokens_at, keys.shape[1], 0 if rows is None else rows.ctypes.data),
+            *(self._tokens_at, keys.shape[1], 0 if rows is None else _address(rows)),
         ]
 
     def _take(self, states: Sequence[GroupStates]) -> None:
@@ -193,8 +194,13 @@ class DecodeAttention:
             self._numbers.extend([state.out.shape[0], state.out.data_ptr()])
             self._numbers.extend([*state.out.stride()[:4], state.lse.data_ptr()])
             self._numbers.extend([*state.lse.stride(), state.out.dtype == torch.float32])
-            self._numbers.append(0 if state.rows is None else state.rows.ctypes.data)
+            self._numbers.append(0 if state.rows is None else _address(state.rows))
         self._states = list(states)
+
+
+def _address(numbers: NDArray[Any]) -> int:
+    # numpy's own ways go through ctypes
+    return torch.from_numpy(numbers).data_ptr()
 
 
 def _is_same(state: GroupStates, other: GroupStates) -> bool:
