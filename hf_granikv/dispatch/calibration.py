@@ -1,5 +1,6 @@
 """Measures what a device can do, on the operations that attention runs."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +31,9 @@ _PREFIX_LENS = (32, 256, 2048, 8192)
 _CHUNKS = ((4, 16), (1, 128))
 # multiply-adds of one call: more would not fit the minute
 _MAX_PRODUCTS = 3 << 30
-# shapes that are timed however slow the device is
+# shapes that are timed however slow the device is, and how long one run may take at its best rate
 _AT_LEAST = 24
+_MOST_RUN_S = 0.03
 # keys and values lie apart by turns, so that no cache of the device holds them
 STORE_BYTES = 512 << 20
 _MOST_PLACES = 64
@@ -143,9 +145,14 @@ def calibrate(
     return Calibration(device_name(device), threads_of(device), torch.__version__, constants)
 
 
-def shapes(dtype: torch.dtype) -> list[GroupShape]:
-    """The group sizes that are timed, in an order whose beginnings are samples of the whole."""
-    found = []
+def shapes(dtype: torch.dtype, peak_flops_per_s: float = math.inf) -> list[GroupShape]:
+    """The group sizes that are timed, in an order whose beginnings are samples of the whole.
+
+    Args:
+        dtype: Of queries, keys and values.
+        peak_flops_per_s: What the device reaches in it, at most.
+    """
+    most, found = min(_MAX_PRODUCTS, _MOST_RUN_S * peak_flops_per_s / 2), []
     for num_kv_heads, head_dim in _HEADS:
         for gqa_ratio in _GQA_RATIOS:
             sizes = [(num_rows, 1) for num_rows in _ROWS]
@@ -162,7 +169,7 @@ def shapes(dtype: torch.dtype) -> list[GroupShape]:
                     dtype=dtype_name(dtype),
                 )
                 found += [replace(shape, num_rows=rows, q_len=q_len) for rows, q_len in sizes]
-    found = [shape for shape in found if _num_products(shape) <= _MAX_PRODUCTS]
+    found = [shape for shape in found if _num_products(shape) <= most]
     random.Random(0).shuffle(found)
     return found
 
@@ -180,7 +187,8 @@ def _backend_costs(
     budget_s: float,
 ) -> dict[str, BackendCost]:
     timings: dict[str, list[tuple[Work, float]]] = {name: [] for name in backends}
-    asked = shapes(dtype)
+    peak = matmul[dtype_name(dtype)].peak_flops_per_s
+    asked = shapes(dtype, peak)
     store = random_store(dtype, watch.device)
     for shape in _within(asked, budget_s, f"backends in {dtype_name(dtype)}"):
         num_heads = shape.num_kv_heads * shape.gqa_ratio
@@ -200,7 +208,6 @@ def _backend_costs(
         for (name, backend), taken in zip(able.items(), seconds, strict=False):
             own_s = max(_LEAST_S, taken - spent.get(name, 0.0))
             timings[name].append((backend.work(shape), own_s))
-    peak = matmul[dtype_name(dtype)].peak_flops_per_s
     return {name: fit_backend(timed, peak) for name, timed in timings.items() if timed}
 
 
@@ -260,11 +267,15 @@ def _products(
 ) -> RateCurve:
     tiles = [2**i for i in range(11)]
     keys = torch.randn(8, 128, 2048).to(device, dtype)
-    points = []
+    points: list[tuple[float, float]] = []
     for rows in tiles:
         queries = torch.randn(8, rows, 128).to(device, dtype)
+        num_flops = 2.0 * queries.numel() * keys.shape[2]
+        # no faster at more rows: what is left would say the same, and take longer than all before
+        if points and 4 * num_flops / points[-1][1] > budget_s:
+            break
         (seconds,) = watch.medians_s([partial(torch.bmm, queries, keys)], budget_s / len(tiles))
-        points.append((float(rows), 2.0 * queries.numel() * keys.shape[2] / seconds))
+        points.append((float(rows), num_flops / seconds))
     return RateCurve(tuple(points))
 
 

@@ -55,7 +55,9 @@ def built_in_constants(device: torch.device) -> DeviceConstants:
     """Gives the table for devices of this kind, chosen by what the processor has."""
     if device.type != "cpu":
         return GPU
-    return amx_table() if _has_bfloat16_tiles() else AVX2
+    if _has_bfloat16_tiles():
+        return amx_table()
+    return avx512_table() if _is_avx512() else AVX2
 
 
 @lru_cache
@@ -82,10 +84,13 @@ def _constants(device_str: str, threads: int) -> DeviceConstants:
     return found.constants
 
 
+def _is_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def _has_bfloat16_tiles() -> bool:
-    is_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return (
-        is_avx512
+        _is_avx512()
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         and torch.cpu._is_amx_tile_supported()
     )
@@ -94,8 +99,18 @@ def _has_bfloat16_tiles() -> bool:
 @lru_cache
 def amx_table() -> DeviceConstants:
     """Gives the table of a CPU with AMX: a calibration of one, with two threads."""
-    with resources.as_file(resources.files("hf_granikv.dispatch") / "amx.json") as path:
-        return replace(read_calibration(path).constants, name="a CPU with AMX", origin=BUILT_IN)
+    return _calibrated("amx.json", "a CPU with AMX")
+
+
+@lru_cache
+def avx512_table() -> DeviceConstants:
+    """Gives the table of a CPU with AVX-512 and without AMX: a calibration of one, with two threads."""
+    return _calibrated("avx512.json", "a CPU with AVX-512")
+
+
+def _calibrated(file_name: str, name: str) -> DeviceConstants:
+    with resources.as_file(resources.files("hf_granikv.dispatch") / file_name) as path:
+        return replace(read_calibration(path).constants, name=name, origin=BUILT_IN)
 
 
 def _release(version: str) -> tuple[str, ...]:

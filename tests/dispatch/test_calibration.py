@@ -124,6 +124,27 @@ def test_accelerators_are_timed_by_their_own_clock(monkeypatch):
     assert order == ["run", *["record", "run", "record", "wait"] * 3]
 
 
+def test_runs_that_would_take_too_long_in_a_slow_dtype_are_left_out():
+    slow = shapes(torch.float16, 2e9)
+
+    assert 24 < len(slow) < len(shapes(torch.float16))
+    for shape in slow:
+        assert 4 * shape.num_queries * shape.prefix_len * shape.head_dim < 0.03 * 2e9
+
+
+def test_products_end_where_the_next_would_take_longer_than_all_may():
+    class Watch:
+        def medians_s(self, runs, budget_s):
+            (run,) = runs
+            # a second for a row
+            return [float(run().shape[1])]
+
+    curve = calibration._products(Watch(), CPU, torch.float32, 20.0)
+
+    # each is run four times: 1, 2, 4 seconds, and 8 would be too much
+    assert [rows for rows, _ in curve.points] == [1.0, 2.0, 4.0]
+
+
 def test_shapes_hold_their_dtype():
     assert replace(shapes(torch.float16)[0], dtype="").dtype_name == "bfloat16"
     assert shapes(torch.float16)[0].dtype_name == "float16"

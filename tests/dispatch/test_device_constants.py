@@ -8,6 +8,7 @@ from hf_granikv.dispatch import device_constants
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import (
     amx_table,
+    avx512_table,
     built_in_constants,
     calibration_path,
     constants_for,
@@ -17,6 +18,7 @@ from hf_granikv.dispatch.device_constants import (
 from hf_granikv.dispatch.known_devices import AVX2, GPU
 
 CPU = torch.device("cpu")
+BUILT_INS = [AVX2, avx512_table(), amx_table()]
 
 
 @pytest.fixture
@@ -38,11 +40,17 @@ def calibration(**changed) -> Calibration:
 def test_a_device_without_a_calibration_has_a_table_and_no_warning(home):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert constants_for("cpu") in (AVX2, amx_table())
+        assert constants_for("cpu") in BUILT_INS
 
 
-@pytest.mark.parametrize(("has_tiles", "table"), [(False, AVX2), (True, amx_table())])
-def test_the_table_of_a_cpu_goes_by_what_the_processor_has(home, monkeypatch, has_tiles, table):
+@pytest.mark.parametrize(
+    ("is_avx512", "has_tiles", "table"),
+    [(False, False, AVX2), (True, False, avx512_table()), (True, True, amx_table())],
+)
+def test_the_table_of_a_cpu_goes_by_what_the_processor_has(
+    home, monkeypatch, is_avx512, has_tiles, table
+):
+    monkeypatch.setattr(device_constants, "_is_avx512", lambda: is_avx512)
     monkeypatch.setattr(device_constants, "_has_bfloat16_tiles", lambda: has_tiles)
 
     assert constants_for("cpu") == table
@@ -111,7 +119,7 @@ def test_the_calibration_of_something_else_is_refused_with_the_remedy(home, chan
     with pytest.warns(UserWarning, match=r"is of .*this is .*run granikv calibrate"):
         found = constants_for("cpu")
 
-    assert found in (AVX2, amx_table())
+    assert found in BUILT_INS
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert constants_for("cpu") is found
@@ -130,11 +138,12 @@ def test_a_broken_calibration_is_refused_with_the_remedy(home):
     path.write_text("{")
 
     with pytest.warns(UserWarning, match=r"cannot be used.*built-in table.*granikv calibrate"):
-        assert constants_for("cpu") in (AVX2, amx_table())
+        assert constants_for("cpu") in BUILT_INS
 
 
-def test_the_table_of_amx_knows_every_backend():
+@pytest.mark.parametrize("table", BUILT_INS[1:], ids=lambda table: table.name)
+def test_tables_that_were_measured_know_every_backend(table):
     from hf_granikv.backends import BACKENDS
 
     for dtype in ("float32", "bfloat16", "float16"):
-        assert amx_table().knows(BACKENDS, dtype)
+        assert table.knows(BACKENDS, dtype)

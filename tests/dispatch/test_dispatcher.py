@@ -5,7 +5,7 @@ import pytest
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch import Dispatcher
-from hf_granikv.dispatch.device_constants import amx_table
+from hf_granikv.dispatch.device_constants import amx_table, avx512_table
 from hf_granikv.dispatch.known_devices import AVX2
 from hf_granikv.dispatch.roofline import DeviceConstants, Work
 from hf_granikv.views import GroupShape
@@ -166,6 +166,18 @@ def test_the_table_of_a_cpu_with_amx_shares_where_that_was_measured(
     assert dispatcher.choose(shape, "cpu").backend_name == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "prefix_len", "expected"),
+    [(1, 4096, "per_row"), (4, 256, "per_row"), (16, 128, "per_row"), (16, 4096, "cascade")],
+)
+def test_the_table_of_a_cpu_with_avx512_shares_where_that_was_measured(rows, prefix_len, expected):
+    shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len, dtype="float32", dtype_bytes=4)
+
+    dispatcher = Dispatcher(backends=BACKENDS, constants=avx512_table())
+
+    assert dispatcher.choose(shape, "cpu").backend_name == expected
+
+
 def test_another_prefix_altogether_is_no_earlier_choice():
     dispatcher = fakes(Fake({64: 1.0, 4096: 2.0}), Fake({64: 2.0, 4096: 1.95}))
     assert dispatcher.choose(replace(SHAPE, prefix_len=64), "cpu").backend_name == "a"
@@ -179,7 +191,9 @@ def test_a_decision_says_where_its_numbers_come_from():
     assert dispatcher.choose(SHAPE, "cpu").origin.startswith("built-in table")
 
 
-@pytest.mark.parametrize("constants", [AVX2, amx_table()], ids=["by roofline", "by measured cost"])
+@pytest.mark.parametrize(
+    "constants", [AVX2, avx512_table(), amx_table()], ids=lambda found: found.name
+)
 def test_a_choice_takes_less_than_fifty_microseconds(constants):
     """The fastest of many: what else runs on the machine is not the dispatcher's."""
     new_us, known_us = [], []
