@@ -12,6 +12,7 @@ from hf_granikv.calibrating import PrivatePath, merging
 from hf_granikv.dispatch import Dispatcher, calibration
 from hf_granikv.dispatch.calibration import DTYPES, Stopwatch, calibrate, places, shapes
 from hf_granikv.dispatch.calibration_file import read_calibration, write_calibration
+from hf_granikv.dispatch.roofline import RateCurve
 from hf_granikv.views import AttentionState, GroupShape, dtype_name
 
 CPU = torch.device("cpu")
@@ -188,3 +189,14 @@ def test_private_tokens_are_those_of_each_row(num_rows, dtype):
                     query[row : row + 1], keys[None, :, own], values[None, :, own], scale=0.25
                 )
                 assert_close("out", out[row : row + 1], ref.out, ref.out_budget)
+
+
+def test_a_slow_product_bounds_no_backend_that_casts_to_float32(few, monkeypatch):
+    peaks, one = [], {"per_row": BACKENDS["per_row"]}
+    monkeypatch.setattr(calibration, "fit_backend", lambda timed, peak: peaks.append(peak))
+    curves = {"float32": RateCurve(((1.0, 300e9),)), "bfloat16": RateCurve(((1.0, 57e9),))}
+
+    for dtype in (torch.float32, torch.bfloat16):
+        calibration._backend_costs(Stopwatch(CPU), dtype, one, {}, curves, 0.1)
+
+    assert peaks == [300e9, 300e9]
