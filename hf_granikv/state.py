@@ -168,6 +168,8 @@ class CacheState(BatchRows):
 
     def settle(self, *, is_complete: bool = False) -> None:
         """Drops what a forward left that failed, as one does that is not known to be complete."""
+        if self._step is not None:
+            self._step.end()
         staged, self._staged = self._staged, None
         num_half = 0 if is_complete else self._num_open
         self._num_open = 0

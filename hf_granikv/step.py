@@ -60,3 +60,8 @@ class Step:
         # whoever keeps the step would keep what is put together of its tokens
         self.plan.to_come.pop(layer_idx, None)
         return self.ready.pop(layer_idx, None)
+
+    def end(self) -> None:
+        """Forgets layers that have not run and will not: a forward may leave some out, or fail."""
+        self.plan.to_come.clear()
+        self.ready.clear()

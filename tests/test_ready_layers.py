@@ -1,5 +1,6 @@
 """What layers give is made for all of them at the first one of a step, and kept no longer than needed."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,29 @@ def test_dense_keys_of_one_layer_are_gone_when_the_next_one_runs(
             handle.remove()
     assert built
     none_is_left()
+
+
+def test_layers_that_do_not_run_leave_nothing_behind(tiny_model: Build) -> None:
+    model: Any = tiny_model("llama")
+    cache, _ = started(model)
+    storages: list[weakref.ref[Tensor]] = []
+
+    def fail(*args: Any) -> None:
+        (of_layer,) = cache._state.current_step().plan.to_come.values()
+        storages.append(weakref.ref(of_layer.private.storages[0]))
+        raise RuntimeError("enough")
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="enough"):
+            step(model, cache, [[5], [6]])
+        cache.reset()
+        assert [storage() for storage in storages] == [None]
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 @pytest.mark.parametrize(("heads", "dtype"), [(1, torch.float32), (2, torch.bfloat16)])
