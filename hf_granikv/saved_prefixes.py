@@ -1,4 +1,4 @@
-"""Prefixes that leave a cache for a file, and come into one from there; which models may use it."""
+"""Prefixes that leave a cache for a file, and come into one from there."""
 
 import os
 from typing import Any, NoReturn, SupportsIndex
@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_granikv.announce import attach_hook, transformers_model
-from hf_granikv.engine_use import EngineUse, between_steps
+from hf_granikv.announce import transformers_model
+from hf_granikv.engine_use import between_steps
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.loaded_levels import check_levels, hold, moved, without_held
+from hf_granikv.models_cache import ModelsCache
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_file import check_may_write, read_prefix, write_prefix
-from hf_granikv.rows_cache import RowsCache
 
 
 class PrefixSaver:
@@ -43,37 +43,8 @@ class PrefixSaver:
         return self
 
 
-class LoadingCache(RowsCache):
-    """A cache that takes models, and prefixes from files."""
-
-    _models: KnownModels
-    engines: EngineUse
-
-    @between_steps
-    def attach(self, model: nn.Module) -> PreTrainedModel:
-        """Lets another object with the weights of the prefix use the cache.
-
-        Every element is compared with the model that computed the prefix. `prefill` needs no
-        comparison for the model it is given, and forgets all others.
-
-        Returns:
-            The transformers model inside `model`.
-
-        Raises:
-            ValueError: If the model does not go with the config of the cache, or is another one than
-                that of an engine which runs over the cache, with no prefix to compare them by.
-            StalePrefixError: If it is not as the model of the prefix, or that is gone or has changed.
-        """
-        inner = transformers_model(model)
-        self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
-        if self._state.prefixes:
-            self._models.admit(inner)
-        else:
-            if inner not in self._models:
-                self.engines.check_none_runs(type(inner).__name__)
-            self._models.start(inner)
-        attach_hook(inner)
-        return inner
+class LoadingCache(ModelsCache):
+    """A cache that takes prefixes from files."""
 
     @between_steps
     def load(self, path: str | os.PathLike[str], model: nn.Module) -> Prefix:

@@ -74,9 +74,10 @@ ARROWS: dict[str, set[str]] = {
     "tensor_file": {"tensor_hash"},
     "prefix_file": {"model_digest", "pools", "tensor_file"},
     "loaded_levels": {"held_prefixes", "lookup", "pools", "prefix_file"},
+    "models_cache": {"announce", "engine_use", "known_models", "layer_kinds", "rows_cache"},
     "saved_prefixes": {
-        *("announce", "engine_use", "known_models", "layer_kinds", "loaded_levels", "pools"),
-        *("prefix_file", "rows_cache"),
+        *("announce", "engine_use", "known_models", "layer_kinds", "loaded_levels", "models_cache"),
+        *("pools", "prefix_file"),
     },
     "in_process": set(),
     "rows_cache": {"in_process", "layer_kinds", "state"},
