@@ -3,12 +3,12 @@
 Importing this package registers the attention implementation `"granikv"`.
 """
 
+from hf_granikv.accounting import CacheStats
 from hf_granikv.attention import register
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.generation import generate
 from hf_granikv.multi_agent import Agent, MultiAgentRunner, Reply
 from hf_granikv.pools import Prefix
-from hf_granikv.views import CacheStats
 
 __all__ = [
     "Agent",

@@ -1,11 +1,37 @@
 """What a cache holds, in bytes of real storages."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hf_granikv.pools import Prefix
 from hf_granikv.pools.storage import KeysAndValues
 from hf_granikv.state import CacheState
-from hf_granikv.views import CacheStats, LayerKind
+from hf_granikv.views import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a cache holds.
+
+    Attributes:
+        hot_bytes: Storages of the prefixes.
+        cold_bytes: Storages of private tokens, free slots and tables included.
+        peak_bytes: The largest sum of the two since the last `reset`.
+        hot_tokens: Tokens of the prefixes, each counted once.
+        cold_tokens: Private tokens, one that several rows share counted once.
+        dense_equivalent_bytes: What `DynamicCache` would hold for the same rows.
+        prefix_groups: Groups of rows that read one prefix.
+        backend_steps: Forward passes whose prefix part ran in each backend.
+    """
+
+    hot_bytes: int
+    cold_bytes: int
+    peak_bytes: int
+    hot_tokens: int
+    cold_tokens: int
+    dense_equivalent_bytes: int
+    prefix_groups: int
+    backend_steps: dict[str, int]
 
 
 def stats_of(state: CacheState) -> CacheStats:

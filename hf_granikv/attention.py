@@ -106,7 +106,8 @@ def _as_before(
     """Attends as an earlier layer of the step did that was given the like; None if none was."""
     if torch.is_grad_enabled() or not isinstance(value, LazyKeyValue):
         return None
-    if not (key.is_plain and value.is_plain and key.layer_step is value.layer_step):
+    is_plain = key.is_plain and value.is_plain and key.layer_step is value.layer_step
+    if not is_plain or key.is_value or not value.is_value:
         return None
     return decoded_as_before(query, key.layer_step, scale, softcap)
 
@@ -159,6 +160,8 @@ def _dense_reasons(
         reasons.append("the model writes to keys or values")
     if (key.token_dim, value.token_dim) != (2, 2) or value.layer_step is not step:
         reasons.append("keys and values are of another layout or of different layers")
+    if key.is_value or not value.is_value:
+        reasons.append("keys are given as values, or values as keys")
     if not query.dtype == key.kept_dtype == value.kept_dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
     if query.dtype == torch.float64:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_granikv.accounting import described, stats_of
+from hf_granikv.accounting import CacheStats, described, stats_of
 from hf_granikv.batch_rows import ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.cut_prompts import counts_positions_itself, is_asked_by_generate
@@ -32,7 +32,6 @@ from hf_granikv.recording import Recording, record
 from hf_granikv.recurrent import build_layers
 from hf_granikv.saved_prefixes import LoadingCache
 from hf_granikv.state import CacheState
-from hf_granikv.views import CacheStats
 
 
 class AsymmetricPagedCache(LoadingCache):

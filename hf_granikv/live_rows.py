@@ -242,9 +242,10 @@ class LiveRows(RowPlaces):
         return 0 if self._budget is None else self._budget.sizes.tokens_per_row
 
     def _check_whole(self, rows: Iterable[Row]) -> None:
-        for state in {self._cache_of(row).rows for row in rows} if self.has_states else ():
+        for state in self._states:
             # an interrupt may have left something of a forward
             state.settle()
+        for state in {self._cache_of(row).rows for row in rows} if self.has_states else ():
             state.row_states.check_whole()
 
     def _ids(self, rows: Sequence[Row], feeds: Mapping[Row, Sequence[int]]) -> Tensor:

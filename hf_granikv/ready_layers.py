@@ -10,7 +10,7 @@ from functools import partial
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
 from hf_granikv.step import ReadyLayer, Step
-from hf_granikv.views import LayerStep, PrivateTokens
+from hf_granikv.views import LayerStep, LayerTokens, PrivateTokens
 
 
 def make_ready(state: CacheState, step: Step, first: int) -> None:
@@ -27,7 +27,8 @@ def make_ready(state: CacheState, step: Step, first: int) -> None:
     for layer_idx in others:
         of_layer = layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx))
         step.ready[layer_idx] = _ready(state, step, of_layer)
-        step.plan.to_come[layer_idx] = of_layer
+        tokens = LayerTokens(of_layer.parts, of_layer.private, of_layer.window)
+        step.plan.to_come[layer_idx] = tokens
 
 
 def layer_step(state: CacheState, step: Step, layer_idx: int, own: PrivateTokens) -> LayerStep:

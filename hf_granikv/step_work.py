@@ -20,7 +20,7 @@ from hf_granikv.kernels.decode_attention import (
     unsupported_reasons,
 )
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
-from hf_granikv.views import GroupShape, LayerStep, PrefixPart, dtype_name
+from hf_granikv.views import GroupShape, LayerStep, LayerTokens, PrefixPart, dtype_name
 from hf_granikv.windows import PrefixView, prefix_view, suffix_view
 
 # where rows read a prefix as if it was their own
@@ -87,7 +87,7 @@ class StepWork:
     decode: DecodeAttention | None
     places: dict[int, Place]
 
-    def segments(self, step: LayerStep) -> list[Segment]:
+    def segments(self, step: LayerStep | LayerTokens) -> list[Segment]:
         """What rows read in one layer as if it was their own."""
         return [
             Segment(*common_keys(step.parts[part.part_idx], part.view), part.row_map)
@@ -130,15 +130,16 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
     in_order = list(chain.from_iterable(levels.values()))
     step_work = StepWork(list(levels.values()), in_order, start, _ready(mask, query), decode, {})
     if decode is not None:
-        for other in (step, *plan.to_come.values()):
+        layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **plan.to_come}
+        for layer_idx, other in layers.items():
             if _is_alike(step, other):
                 assert other.private.storages is not None
                 place = decode.place(*other.private.storages, step_work.segments(other))
-                step_work.places[other.layer_idx] = place
+                step_work.places[layer_idx] = place
     return step_work
 
 
-def _is_alike(step: LayerStep, other: LayerStep) -> bool:
+def _is_alike(step: LayerStep, other: LayerStep | LayerTokens) -> bool:
     """Whether two layers are of one kind, with their own tokens in the pool."""
     held, its = step.private.storages, other.private.storages
     if held is None or its is None or step.window != other.window:

@@ -193,7 +193,7 @@ class StepPlan:
     is_unmasked: bool
     dispatch: str
     journal: Journal
-    to_come: dict[int, "LayerStep"] = field(default_factory=dict)
+    to_come: dict[int, "LayerTokens"] = field(default_factory=dict)
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def of_last_queries(self, q_len: int) -> "StepPlan":
@@ -271,6 +271,14 @@ class PrivateTokens:
         return (len(self.slots), num_heads, self.max_length, head_dim), storage
 
 
+class LayerTokens(NamedTuple):
+    """A `LayerStep` without its plan, which would hold it in a cycle."""
+
+    parts: tuple[PrefixPart, ...]
+    private: PrivateTokens
+    window: Window | None
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     """What one layer's attention reads in one forward pass.
@@ -288,28 +296,3 @@ class LayerStep:
     parts: tuple[PrefixPart, ...]
     private: PrivateTokens
     window: Window | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """What a cache holds.
-
-    Attributes:
-        hot_bytes: Storages of the prefixes.
-        cold_bytes: Storages of private tokens, free slots and tables included.
-        peak_bytes: The largest sum of the two since the last `reset`.
-        hot_tokens: Tokens of the prefixes, each counted once.
-        cold_tokens: Private tokens, one that several rows share counted once.
-        dense_equivalent_bytes: What `DynamicCache` would hold for the same rows.
-        prefix_groups: Groups of rows that read one prefix.
-        backend_steps: Forward passes whose prefix part ran in each backend.
-    """
-
-    hot_bytes: int
-    cold_bytes: int
-    peak_bytes: int
-    hot_tokens: int
-    cold_tokens: int
-    dense_equivalent_bytes: int
-    prefix_groups: int
-    backend_steps: dict[str, int]

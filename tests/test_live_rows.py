@@ -251,3 +251,26 @@ class LiveWalk(RowWalk):
 
 MODEL = SHARED_PATH["llama"].model(attn_implementation="granikv")
 TestLiveWalk = LiveWalk.TestCase
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_an_interrupted_first_token_leaves_nothing(
+    tiny_model: Callable[..., PreTrainedModel], num_rows: int
+) -> None:
+    """Torch shows an interrupt to no hook; the rows were thought to hold what nobody has written."""
+    model: Any = tiny_model("llama")
+    held = Watched(model)
+    rows = [held.start("tip") for _ in range(num_rows)]
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            held.live.forward({row: [5] for row in rows})
+    finally:
+        handle.remove()
+    for token in (5, 6):
+        held.step({row: [token] for row in rows})
+    held.check()
