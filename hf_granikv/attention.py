@@ -160,8 +160,6 @@ def _dense_reasons(
         reasons.append("the model writes to keys or values")
     if (key.token_dim, value.token_dim) != (2, 2) or value.layer_step is not step:
         reasons.append("keys and values are of another layout or of different layers")
-    if key.is_value or not value.is_value:
-        reasons.append("keys are given as values, or values as keys")
     if not query.dtype == key.kept_dtype == value.kept_dtype:
         reasons.append(f"the query is {query.dtype}, as under autocast")
     if query.dtype == torch.float64:

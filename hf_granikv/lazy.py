@@ -197,8 +197,9 @@ class LazyKeyValue(torch.Tensor):
 
 def step_of(key: LazyKeyValue, value: LazyKeyValue) -> LayerStep:
     """What attention reads for these keys and values, whatever they were expanded to."""
-    step = key.layer_step
-    if key.is_as_stored and value.is_as_stored:
+    step, are_as_stored = key.layer_step, key.is_as_stored and value.is_as_stored
+    # a layer may give its keys for values as well
+    if are_as_stored and value.is_value and not key.is_value:
         return step
     parts = tuple(
         replace(part, keys=its_keys[0], values=its_values[0])
