@@ -12,7 +12,7 @@ from hf_granikv.compat import outside_graphs
 from hf_granikv.errors import NotPackableError
 from hf_granikv.gradients import SeenPart, needs_gradients, parts_seen, with_gradients
 from hf_granikv.kernels.suffix_attention import suffix_attention
-from hf_granikv.lazy import LazyKeyValue, step_of
+from hf_granikv.lazy import LazyKeyValue, are_as_stored, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
 from hf_granikv.step_attention import decoded_as_before, finished, step_attention
@@ -69,9 +69,9 @@ def granikv_attention(
     scale = scaling or query.shape[-1] ** -0.5
     is_plain = attention_mask is None and s_aux is None and not dropout
     if is_plain and isinstance(key, LazyKeyValue) and "position_bias" not in kwargs:
-        out = _as_before(query, key, value, scale, softcap)
-        if out is not None:
-            return out, None
+        as_before = _as_before(query, key, value, scale, softcap)
+        if as_before is not None:
+            return as_before, None
     if isinstance(key, PackedKeyValue):
         if not says_no_more_than(attention_mask, key.segments[0].layer_step.window):
             raise NotPackableError("a layer brings a mask of its own")
@@ -87,10 +87,10 @@ def granikv_attention(
     if attention_mask is None and _is_causal(module, kwargs):
         attention_mask = _mask_of_cut_queries(query.shape[2], key)
     if softcap is None and s_aux is None:
-        whole: tuple[Tensor, None] = sdpa_attention_forward(
+        out: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return whole
+        return out
     if dropout or kwargs.get("position_bias") is not None:
         raise NotImplementedError(
             "attn_implementation='granikv' serves sinks (s_aux) and soft-capped scores (softcap) "
@@ -106,8 +106,9 @@ def _as_before(
     """Attends as an earlier layer of the step did that was given the like; None if none was."""
     if torch.is_grad_enabled() or not isinstance(value, LazyKeyValue):
         return None
-    is_plain = key.is_plain and value.is_plain and key.layer_step is value.layer_step
-    if not is_plain or key.is_value or not value.is_value:
+    if key.layer_step is not value.layer_step or key.is_written or value.is_written:
+        return None
+    if not are_as_stored(key, value):
         return None
     return decoded_as_before(query, key.layer_step, scale, softcap)
 

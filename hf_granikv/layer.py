@@ -106,9 +106,7 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         if ready.places is None:
             state.cold.write(self.layer_idx, state.current_step().write, keys, values)
         else:
-            key_places, value_places = ready.places
-            key_places.copy_(keys)
-            value_places.copy_(values)
+            ready.places.put(keys, values)
         return ready.keys, ready.values
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -36,7 +36,6 @@ class LazyKeyValue(torch.Tensor):
         kept_dtype: `dtype`, which costs a call into torch.
         is_buffer: Whether the parts are new memory that a model fills.
         is_written: Whether the dense tensor was written to, which the parts do not show.
-        is_plain: Whether nothing was done to it: it is as `update` gave it.
     """
 
     METADATA = _METADATA
@@ -47,7 +46,6 @@ class LazyKeyValue(torch.Tensor):
     kept_dtype: torch.dtype
     is_buffer: bool
     is_written: bool
-    is_plain: bool
     # what the model has made of the parts, prefixes and suffix; None as long as they are the step's
     _parts: tuple[tuple[Tensor, ...], Tensor] | None
     _dense: Tensor | None
@@ -67,7 +65,6 @@ class LazyKeyValue(torch.Tensor):
         )
         lazy.layer_step, lazy.token_dim, lazy.is_value = layer_step, 2, is_value
         lazy.kept_dtype, lazy.is_buffer, lazy.is_written = like.dtype, False, False
-        lazy.is_plain = True
         lazy._parts, lazy._dense = None, None
         return lazy
 
@@ -78,7 +75,6 @@ class LazyKeyValue(torch.Tensor):
         shape[token_dim] = self.layer_step.plan.kv_len
         lazy = self._make(self.layer_step, shape, suffix, self.is_value)
         lazy.token_dim, lazy.is_buffer, lazy._parts = token_dim, is_buffer, (prefixes, suffix)
-        lazy.is_plain = False
         return lazy
 
     @property
@@ -174,7 +170,7 @@ class LazyKeyValue(torch.Tensor):
             return by_parts
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
         if _writes(func) and isinstance(args[0], LazyKeyValue):
-            args[0].is_written, args[0].is_plain = True, False
+            args[0].is_written = True
         dense_args, dense_kwargs = tree_map_only(
             LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
         )
@@ -195,11 +191,15 @@ class LazyKeyValue(torch.Tensor):
         return func(*dense_args, **dense_kwargs)
 
 
+def are_as_stored(key: LazyKeyValue, value: LazyKeyValue) -> bool:
+    """Whether these are what is stored; a layer may give its keys for values as well."""
+    return key.is_as_stored and value.is_as_stored and value.is_value and not key.is_value
+
+
 def step_of(key: LazyKeyValue, value: LazyKeyValue) -> LayerStep:
     """What attention reads for these keys and values, whatever they were expanded to."""
-    step, are_as_stored = key.layer_step, key.is_as_stored and value.is_as_stored
-    # a layer may give its keys for values as well
-    if are_as_stored and value.is_value and not key.is_value:
+    step = key.layer_step
+    if are_as_stored(key, value):
         return step
     parts = tuple(
         replace(part, keys=its_keys[0], values=its_values[0])

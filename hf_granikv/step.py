@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_granikv.pools.cold import ColdWrite
+from hf_granikv.pools.cold_write import ColdWrite, Places
 from hf_granikv.views import StepPlan
 
 
@@ -17,8 +17,7 @@ class ReadyLayer(NamedTuple):
         key_shape: `[num_rows, num_kv_heads, q_len, head_dim]` of the keys to come.
         value_shape: Likewise.
         dtype: Of both.
-        places: Where they go: views of the pool in these shapes. None where rows are no runs of
-            equal length.
+        places: Where they go. None where rows are no runs of equal length.
         keys: All keys of the layer, those to come included; lazy.
         values: Likewise.
     """
@@ -26,7 +25,7 @@ class ReadyLayer(NamedTuple):
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
     dtype: torch.dtype
-    places: tuple[Tensor, Tensor] | None
+    places: Places | None
     keys: Tensor
     values: Tensor
 

@@ -13,7 +13,7 @@ from hf_granikv.journal import GroupNote
 from hf_granikv.kernels.decode_attention import GroupStates, Place
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import suffix_attention
-from hf_granikv.step_work import PartWork, ScoreRule, StepWork, common_keys, prepare
+from hf_granikv.step_work import PartWork, ScoreRule, StepWork, common_keys, prepare, segments_of
 from hf_granikv.views import AttentionState, LayerStep, PrefixPart
 
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
         assert step.private.storages is not None
         place = work.places.get(step.layer_idx)
         if place is None:
-            place = work.decode.place(*step.private.storages, work.segments(step))
+            place = work.decode.place(*step.private.storages, segments_of(work.in_order, step))
         if rule.sinks is None:
             scratch[_of_alike(query, step, rule.scale, rule.softcap)] = work, rule
         return _decoded(query, step, work, place, rule)

@@ -1,5 +1,6 @@
 """What attention works out at the first layer of a kind in a forward pass, for all others too."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -87,14 +88,6 @@ class StepWork:
     decode: DecodeAttention | None
     places: dict[int, Place]
 
-    def segments(self, step: LayerStep | LayerTokens) -> list[Segment]:
-        """What rows read in one layer as if it was their own."""
-        return [
-            Segment(*common_keys(step.parts[part.part_idx], part.view), part.row_map)
-            for part in self.in_order
-            if part.in_pass
-        ]
-
 
 def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
     """Works out what the layers of one kind have to do in a forward pass.
@@ -120,23 +113,36 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
     for part, work in zip(step.parts, parts, strict=True):
         if work.attend is not None or work.in_pass or work.fringe_mask is not None:
             levels.setdefault(part.group.depth, []).append(work)
-    decode = None
+    in_order = list(chain.from_iterable(levels.values()))
+    decode, places = None, {}
     if spans is not None:
-        in_pass = [common_keys(step.parts[w.part_idx], w.view) for w in parts if w.in_pass]
-        lengths = [keys.shape[1] for keys, _ in in_pass]
+        lengths = [segment.keys.shape[1] for segment in segments_of(in_order, step)]
         decode = DecodeAttention(
             query, step.private, spans, scale=rule.scale, num_segment_tokens=lengths
         )
-    in_order = list(chain.from_iterable(levels.values()))
-    step_work = StepWork(list(levels.values()), in_order, start, _ready(mask, query), decode, {})
-    if decode is not None:
-        layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **plan.to_come}
-        for layer_idx, other in layers.items():
-            if _is_alike(step, other):
-                assert other.private.storages is not None
-                place = decode.place(*other.private.storages, step_work.segments(other))
-                step_work.places[layer_idx] = place
-    return step_work
+        places = _places(decode, in_order, step)
+    return StepWork(list(levels.values()), in_order, start, _ready(mask, query), decode, places)
+
+
+def segments_of(in_order: Sequence[PartWork], step: LayerStep | LayerTokens) -> list[Segment]:
+    """What rows read in one layer as if it was their own."""
+    return [
+        Segment(*common_keys(step.parts[part.part_idx], part.view), part.row_map)
+        for part in in_order
+        if part.in_pass
+    ]
+
+
+def _places(
+    decode: DecodeAttention, in_order: Sequence[PartWork], step: LayerStep
+) -> dict[int, Place]:
+    """Where the tokens of a layer are, and of those to come that are alike."""
+    layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **step.plan.to_come}
+    return {
+        layer_idx: decode.place(*its.private.storages, segments_of(in_order, its))
+        for layer_idx, its in layers.items()
+        if its.private.storages is not None and _is_alike(step, its)
+    }
 
 
 def _is_alike(step: LayerStep, other: LayerStep | LayerTokens) -> bool:

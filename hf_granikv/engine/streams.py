@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from hf_granikv.engine.turn import Turn, called_soon
@@ -27,6 +28,15 @@ class _Listener:
     def _check_outcomes(self) -> None:
         for turn in self._turns:
             turn.result()
+
+    @contextmanager
+    def _cancelling(self) -> Iterator[None]:
+        """Cancels what goes on if listening breaks off in the body of the statement."""
+        try:
+            yield
+        except BaseException:
+            self._cancel()
+            raise
 
     def _cancel(self) -> None:
         for turn in self._turns:
@@ -53,14 +63,11 @@ class Merged(_Listener, Iterator[Piece]):
             self._changed.put(turn)
 
     def __next__(self) -> Piece:
-        try:
+        with self._cancelling():
             while self._goes_on:
                 turn = self._changed.get()
                 if piece := self._readers[turn].read():
                     return turn, piece
-        except BaseException:
-            self._cancel()
-            raise
         self._check_outcomes()
         raise StopIteration
 
@@ -84,14 +91,11 @@ class MergedAsync(_Listener, AsyncIterator[Piece]):
     async def __anext__(self) -> Piece:
         if not self._listens:
             self._listen()
-        try:
+        with self._cancelling():
             while self._goes_on:
                 turn = await self._changed.get()
                 if piece := self._readers[turn].read():
                     return turn, piece
-        except BaseException:
-            self._cancel()
-            raise
         self._check_outcomes()
         raise StopAsyncIteration
 

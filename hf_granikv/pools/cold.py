@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_granikv.pools.cold_write import ColdWrite
+from hf_granikv.pools.cold_write import ColdWrite, Places
 from hf_granikv.pools.slot_rows import SlotRows
 from hf_granikv.pools.slots import SlotAllocator
 from hf_granikv.pools.storage import KeysAndValues
@@ -104,16 +104,14 @@ class ColdPool(SlotRows):
         self._storage.open(layer_idx, keys, values)
         places = self.places(layer_idx, write, keys.shape[2])
         if places is not None:
-            key_places, value_places = places
-            key_places.copy_(keys)
-            value_places.copy_(values)
+            places.put(keys, values)
             return
         slots, source = write.on(keys.device)
         tokens = [t.transpose(0, 1).flatten(1, 2) for t in (keys, values)]
         self._storage.put(layer_idx, slots, tokens, source)
 
-    def places(self, layer_idx: int, write: ColdWrite, q_len: int) -> KeysAndValues | None:
-        """Where `write` puts tokens that lie side by side, `[num_rows, num_kv_heads, q_len, head_dim]`.
+    def places(self, layer_idx: int, write: ColdWrite, q_len: int) -> Places | None:
+        """Where `write` puts tokens that lie side by side.
 
         Args:
             layer_idx: A layer that has written before.
@@ -121,12 +119,12 @@ class ColdPool(SlotRows):
             q_len: Tokens per row of the forward.
 
         Returns:
-            Two views of the pool; None if rows are no runs of equal length.
+            None if rows are no runs of equal length.
         """
         if write.start is None:
             return None
         keys, values = self._runs(layer_idx)
-        return keys.narrow(2, write.start, q_len), values.narrow(2, write.start, q_len)
+        return Places(*(runs.narrow(2, write.start, q_len) for runs in (keys, values)))
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.

@@ -1,6 +1,7 @@
 """Where the new tokens of one forward go."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,3 +30,20 @@ class ColdWrite:
             source = None if self.source is None else self.source.to(device)
             self._moved[device] = self.slots.to(device), source
         return self._moved[device]
+
+
+class Places(NamedTuple):
+    """Where the new tokens of one layer go, if they lie side by side.
+
+    Attributes:
+        keys: `[num_rows, num_kv_heads, q_len, head_dim]` a view of the pool.
+        values: Likewise.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def put(self, keys: Tensor, values: Tensor) -> None:
+        """Writes tokens of these shapes."""
+        self.keys.copy_(keys)
+        self.values.copy_(values)
