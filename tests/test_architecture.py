@@ -11,7 +11,7 @@ from hf_granikv.config import DISPATCH_CHOICES
 
 PACKAGE = Path(hf_granikv.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARED = {"views", "config", "errors", "journal", "compat"}
+SHARED = {"views", "config", "errors", "journal", "compat", "processor"}
 
 # room -> the rooms it may import besides SHARED and itself
 ARROWS: dict[str, set[str]] = {
@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "journal": set(),
     "compat": set(),
+    "processor": set(),
     "kernels": set(),
     "pools": set(),
     "dispatch": set(),
@@ -165,7 +166,17 @@ ARROWS: dict[str, set[str]] = {
     "cli": {"bench", "calibrating", "demo", "demo_model", "dispatch", "explaining"},
 }
 WITHOUT_TRANSFORMERS = {
-    *("views", "config", "errors", "journal", "kernels", "pools", "dispatch", "backends"),
+    *(
+        "views",
+        "config",
+        "errors",
+        "journal",
+        "processor",
+        "kernels",
+        "pools",
+        "dispatch",
+        "backends",
+    ),
     *("lazy", "tokenwise", "inputs", "prompt_checks", "shared_prefix", "state", "accounting"),
     *(
         "batch_rows",

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from hf_granikv.backends.base import (
@@ -15,7 +14,7 @@ from hf_granikv.backends.base import (
 )
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.shared_attention import (
-    TiledAttention,
+    COMPILED,
     flash_shared_attention,
     unsupported_reasons,
 )
@@ -53,11 +52,16 @@ class CascadeBackend(PrefixBackend):
         return attend(query, keys, values)
 
     def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
-        """Names the tiles, or why they are not used; nothing where there can be none."""
-        if not query.is_cpu or query.dtype != torch.bfloat16:
-            return ""
-        reasons = unsupported_reasons(query, keys, values)
-        return f"not in AMX tiles ({', '.join(reasons)})" if reasons else "in AMX tiles"
+        """Names the compiled kernel, or why there is none; nothing where there can be none."""
+        refused: list[str] = []
+        for kernel in COMPILED:
+            if not query.is_cpu or query.dtype not in kernel.dtypes:
+                continue
+            reasons = unsupported_reasons(kernel, query, keys, values)
+            if not reasons:
+                return ", ".join([f"in {kernel.name}", *refused])
+            refused.append(f"not in {kernel.name} ({', '.join(reasons)})")
+        return ", ".join(refused)
 
     def planned(
         self,
@@ -68,15 +72,17 @@ class CascadeBackend(PrefixBackend):
         scale: float,
         softcap: float | None = None,
     ) -> Attend:
-        """Plans the compiled kernel where there is one for this CPU."""
+        """Plans a compiled kernel where there is one for this CPU."""
         assert softcap is None, "unsupported_reasons names soft-capping"
-        if unsupported_reasons(query, keys, values):
+        able = (k for k in COMPILED if not unsupported_reasons(k, query, keys, values))
+        kernel = next(able, None)
+        if kernel is None:
             return partial(_attend_flash, scale=scale)
-        tiled = TiledAttention(query, keys, values, scale=scale)
-        state = of_rows(*tiled.states, query.shape[0])
+        attention = kernel(query, keys, values, scale=scale)
+        state = of_rows(*attention.states, query.shape[0])
 
         def attend(query: Tensor, keys: Tensor, values: Tensor) -> AttentionState:
-            tiled.run(query, keys, values)
+            attention.run(query, keys, values)
             return state
 
         return attend

@@ -14,6 +14,7 @@ from hf_granikv.config import user_folder
 from hf_granikv.dispatch.calibration_file import CalibrationFileError, read_calibration
 from hf_granikv.dispatch.known_devices import AVX2, BUILT_IN, GPU
 from hf_granikv.dispatch.roofline import DeviceConstants
+from hf_granikv.processor import has_tiles, is_avx512
 
 
 def constants_for(device: str | torch.device) -> DeviceConstants:
@@ -55,9 +56,9 @@ def built_in_constants(device: torch.device) -> DeviceConstants:
     """Gives the table for devices of this kind, chosen by what the processor has."""
     if device.type != "cpu":
         return GPU
-    if _has_bfloat16_tiles():
+    if has_tiles():
         return amx_table()
-    return avx512_table() if _is_avx512() else AVX2
+    return avx512_table() if is_avx512() else AVX2
 
 
 @lru_cache
@@ -82,18 +83,6 @@ def _constants(device_str: str, threads: int) -> DeviceConstants:
         )
         return built_in_constants(device)
     return found.constants
-
-
-def _is_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-
-def _has_bfloat16_tiles() -> bool:
-    return (
-        _is_avx512()
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        and torch.cpu._is_amx_tile_supported()
-    )
 
 
 @lru_cache
@@ -125,6 +114,6 @@ def _cpu_name() -> str:
     if info.is_file():
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
         model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), "")
-    tiles = ", AMX" if _has_bfloat16_tiles() else ""
+    tiles = ", AMX" if has_tiles() else ""
     # under a hypervisor the model is often no more than "Xeon Processor"
     return f"{model or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}{tiles}"

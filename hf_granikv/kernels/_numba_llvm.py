@@ -50,6 +50,9 @@ def llvm_intrinsic(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], A
             lambda context, a, b: typed(),
             lambda context, a, b, c: typed(),
             lambda context, a, b, c, d: typed(),
+            lambda context, a, b, c, d, e: typed(),
+            lambda context, a, b, c, d, e, f: typed(),
+            lambda context, a, b, c, d, e, f, g: typed(),
         ]
         return intrinsic(takers[len(kinds)])
 
@@ -59,6 +62,13 @@ def llvm_intrinsic(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], A
 def splat(kind: Any, value: float) -> Any:
     """A constant vector of one number."""
     return ir.Constant(kind, [value] * kind.count)
+
+
+def broadcast(builder: Any, number: Any) -> Any:
+    """Appends a vector of one float32."""
+    nothing = ir.Constant(FLOATS, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, nothing, splat(INTS, 0))
 
 
 def pointer(builder: Any, address: Any, kind: Any) -> Any:

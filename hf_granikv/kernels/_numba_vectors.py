@@ -18,6 +18,7 @@ from hf_granikv.kernels._numba_llvm import (
     INTS,
     NONE,
     VECTOR,
+    broadcast,
     call,
     fused,
     llvm_intrinsic,
@@ -57,9 +58,7 @@ def store(builder: Any, address: Any, vector: Any) -> None:
 @llvm_intrinsic(VECTOR, types.float32)
 def full(builder: Any, number: Any) -> Any:
     """A vector of one number."""
-    nothing = ir.Constant(FLOATS, ir.Undefined)
-    first = builder.insert_element(nothing, number, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, nothing, splat(INTS, 0))
+    return broadcast(builder, number)
 
 
 @llvm_intrinsic(VECTOR, VECTOR, VECTOR)
@@ -107,7 +106,8 @@ def polynomial(builder: Any, x: Any, coefficients: Sequence[float]) -> Any:
 @llvm_intrinsic(VECTOR, VECTOR)
 def exp2_of_negative(builder: Any, x: Any) -> Any:
     """2 to the power of numbers that are not positive, to 2e-7 of itself; 1e-38 from -126 on."""
-    x = _larger(builder, x, splat(FLOATS, -126.0))
+    # in this order NaN stays what it is
+    x = _larger(builder, splat(FLOATS, -126.0), x)
     whole = call(builder, "llvm.rint.v16f32", FLOATS, x)
     power = polynomial(builder, builder.fsub(x, whole, flags=FAST), EXP2)
     exponent = builder.shl(builder.fptosi(whole, INTS), splat(INTS, 23))

@@ -1,25 +1,9 @@
-"""Torch's fused CPU attention, and whether half precision is fast here."""
+"""Torch's fused CPU attention, and how its work is cut for threads."""
 
-from functools import cache
 from math import gcd
 
 import torch
 from torch import Tensor
-
-
-@cache
-def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Tells whether this CPU multiplies matrices of this dtype in hardware.
-
-    Where it does not, a bfloat16 product is hundreds of times slower than a float32 one, so the
-    operands are better cast first.
-    """
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
-
 
 # the fewest keys that are worth a merge, and a call of the fused kernel
 _MIN_PIECE = 1024

@@ -50,32 +50,10 @@ def test_a_device_without_a_calibration_has_a_table_and_no_warning(home):
 def test_the_table_of_a_cpu_goes_by_what_the_processor_has(
     home, monkeypatch, is_avx512, has_tiles, table
 ):
-    monkeypatch.setattr(device_constants, "_is_avx512", lambda: is_avx512)
-    monkeypatch.setattr(device_constants, "_has_bfloat16_tiles", lambda: has_tiles)
+    monkeypatch.setattr(device_constants, "is_avx512", lambda: is_avx512)
+    monkeypatch.setattr(device_constants, "has_tiles", lambda: has_tiles)
 
     assert constants_for("cpu") == table
-
-
-@pytest.mark.parametrize(
-    ("capability", "has_bfloat16", "has_tiles", "expected"),
-    [
-        ("AVX512", True, True, True),
-        ("AVX2", True, True, False),
-        ("AVX512", False, True, False),
-        ("AVX512", True, False, False),
-        ("DEFAULT", False, False, False),
-    ],
-)
-def test_tiles_need_the_processor_torch_and_onednn(
-    monkeypatch, capability, has_bfloat16, has_tiles, expected
-):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16, raising=False
-    )
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
-
-    assert device_constants._has_bfloat16_tiles() is expected
 
 
 @pytest.mark.parametrize("device", ["xpu", "meta", "mps"])

@@ -105,7 +105,7 @@ def test_a_running_maximum_survives_rising_and_falling_scores(slope):
 
 @pytest.mark.usefixtures("small_tiles")
 def test_products_in_half_precision_stay_within_the_budget(monkeypatch):
-    monkeypatch.setattr(cpu, "has_fast_matmul", lambda dtype: True)
+    monkeypatch.setattr(implementation, "has_fast_matmul", lambda dtype: True)
 
     check(gemm_shared_attention, *draw(20, 200, 64, torch.bfloat16))
 

@@ -1,9 +1,10 @@
 """The compiled `decode_attention`: a row and key/value head is one unit of work for a thread."""
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core.types import ExternalFunction
+from numba import carray, njit
 
+from hf_granikv.kernels._numba_rows import widen
+from hf_granikv.kernels._numba_threads import share_of
 from hf_granikv.kernels._numba_types import (
     OPTIONS,
     as_element,
@@ -23,7 +24,6 @@ from hf_granikv.kernels._numba_vectors import (
     larger,
     largest_of,
     load,
-    load_bfloat16,
     mul,
     prefetch,
     store,
@@ -31,12 +31,8 @@ from hf_granikv.kernels._numba_vectors import (
     sum_of,
     sums_of_rows,
 )
-from hf_granikv.kernels.compiled import NUM_THREADS, THREAD_NUM, register_symbols
 from hf_granikv.kernels.decode_attention._numba_states import add_states, peak_of_states
 
-register_symbols()
-_thread_num = ExternalFunction(THREAD_NUM, types.int32())
-_num_threads = ExternalFunction(NUM_THREADS, types.int32())
 _F = np.float32
 
 # numbers of a vector; rows of scratch memory are whole vectors wide
@@ -64,25 +60,10 @@ MAX_ARGUMENTS = 1 << 20
 
 
 @njit(**OPTIONS)
-def _vector(address, like):  # type: ignore[no-untyped-def]
-    """16 elements at an address."""
-    if like.itemsize == 2:
-        return load_bfloat16(address)
-    return load(address)
-
-
-@njit(**OPTIONS)
 def _widen(rows, stride, slots, dim, to, width, like):  # type: ignore[no-untyped-def]
     """Puts the elements in some slots, as float32, to rows of `width` numbers."""
-    whole = dim // LANES * LANES
     for j in range(len(slots)):
-        row, at = rows + slots[j] * stride, to + 4 * width * j
-        for e in range(0, whole, LANES):
-            store(at + 4 * e, _vector(row + like.itemsize * e, like))
-        rest = carray(pointer_like(row, like), (dim,))
-        wide = carray(float32_at(at), (dim,))
-        for e in range(whole, dim):
-            wide[e] = as_float(rest[e])
+        widen(rows + slots[j] * stride, dim, to + 4 * width * j, like)
 
 
 @njit(**OPTIONS)
@@ -266,12 +247,13 @@ def _attend_unit(args, row, head, area, like):  # type: ignore[no-untyped-def]
 @njit(**OPTIONS)
 def _attend(args, like):  # type: ignore[no-untyped-def]
     """Does the share of one thread; `like` is an array of the kind of elements that are read."""
-    threads, thread, heads = np.int64(_num_threads()), np.int64(_thread_num()), args[HEADS]
-    num_units, area = args[ROWS] * heads, args[SCRATCH] + thread * args[SCRATCH_SIZE]
+    heads = args[HEADS]
+    thread, first, stop = share_of(args[ROWS] * heads)
+    area = args[SCRATCH] + thread * args[SCRATCH_SIZE]
     # it is read beyond the last element of a row
     for at in range(area, area + args[SCRATCH_SIZE], 64):
         store(at, full(_F(0)))
-    for unit in range(num_units * thread // threads, num_units * (thread + 1) // threads):
+    for unit in range(first, stop):
         _attend_unit(args, unit // heads, unit % heads, area, like)
 
 

@@ -1,13 +1,13 @@
-"""The compiled `tiled_shared_attention`: a piece of the prefix and a kv head is one unit of work.
+"""The compiled `TiledAttention`: a piece of the prefix and a kv head is one unit of work.
 
 Scores are computed transposed, `[tokens, queries]`, so that keys go into tiles as they lie and the
 softmax runs down the vectors, one query per lane. Weights are then transposed in registers.
 """
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core.types import ExternalFunction
+from numba import carray, njit
 
+from hf_granikv.kernels._numba_threads import share_of
 from hf_granikv.kernels._numba_tiles import (
     add_product,
     clear_tile,
@@ -34,23 +34,15 @@ from hf_granikv.kernels._numba_vectors import (
     store,
     sub,
 )
-from hf_granikv.kernels.compiled import NUM_THREADS, THREAD_NUM, register_symbols
+from hf_granikv.kernels.shared_attention import _arguments as field
 
 # LLVM would end the process
 if reasons := unsupported_reasons():
     raise ImportError(", ".join(reasons))
-register_symbols()
-_thread_num = ExternalFunction(THREAD_NUM, types.int32())
-_num_threads = ExternalFunction(NUM_THREADS, types.int32())
 _F = np.float32
 
-# positions in the arguments, all int64; strides and sizes count bytes
-HEADS, RATIO, Q_LEN, QUERIES, KEY_DIM, VALUE_DIM, PIECES, LENGTH = range(8)
-QUERY, QUERY_ROW, QUERY_HEAD, QUERY_TOKEN = range(8, 12)
-KEYS, KEYS_HEAD, KEYS_TOKEN, VALUES, VALUES_HEAD, VALUES_TOKEN = range(12, 18)
-OUT, LSE, SCALE, TILE_CONFIG, SCRATCH, SCRATCH_SIZE = range(18, 24)
-# where the parts of a thread's scratch memory begin, and some sizes
-AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL = range(24, 30)
+# where the parts of a thread's scratch memory begin, behind the queries
+AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL, TILE_CONFIG = range(23, 30)
 NUM_ARGUMENTS = 30
 
 # a tile has 16 rows of 64 bytes
@@ -76,14 +68,17 @@ _add_47_to_1, _add_47_to_3 = add_product(1, 4, 7), add_product(3, 4, 7)
 @njit(**OPTIONS)
 def _pack_queries(args, head, to):  # type: ignore[no-untyped-def]
     """Queries of one kv head as right operands: pairs of elements, 16 queries wide."""
-    per_row, pairs = args[RATIO] * args[Q_LEN], args[KEY_DIM] // 2
-    packed = carray(uint16_at(to), ((args[QUERIES] + TILE - 1) // TILE, pairs, TILE, 2))
+    per_row, pairs = args[field.RATIO] * args[field.Q_LEN], args[field.KEY_DIM] // 2
+    packed = carray(uint16_at(to), ((args[field.QUERIES] + TILE - 1) // TILE, pairs, TILE, 2))
     packed[-1] = 0
-    for i in range(args[QUERIES]):
+    for i in range(args[field.QUERIES]):
         in_row = i % per_row
-        at = i // per_row * args[QUERY_ROW] + in_row % args[Q_LEN] * args[QUERY_TOKEN]
-        at += (head * args[RATIO] + in_row // args[Q_LEN]) * args[QUERY_HEAD]
-        query = carray(uint16_at(args[QUERY] + at), (args[KEY_DIM],))
+        at = (
+            i // per_row * args[field.QUERY_ROW]
+            + in_row % args[field.Q_LEN] * args[field.QUERY_TOKEN]
+        )
+        at += (head * args[field.RATIO] + in_row // args[field.Q_LEN]) * args[field.QUERY_HEAD]
+        query = carray(uint16_at(args[field.QUERY] + at), (args[field.KEY_DIM],))
         for e in range(pairs):
             packed[i // TILE, e, i % TILE, 0] = query[2 * e]
             packed[i // TILE, e, i % TILE, 1] = query[2 * e + 1]
@@ -208,9 +203,10 @@ def _shrink(sums, dim, shrink, scratch):  # type: ignore[no-untyped-def]
 @njit(**OPTIONS)
 def _attend_block(args, keys, key_stride, values, value_stride, num_tokens, area):  # type: ignore[no-untyped-def]
     """Attends from all queries of a kv head to one block, of which `num_tokens` exist."""
-    key_dim, value_dim = args[KEY_DIM], args[VALUE_DIM]
-    num_tiles = (args[QUERIES] + TILE - 1) // TILE
-    scale = carray(float32_at(args[SCALE]), (1,))[0]
+    key_dim, value_dim = args[field.KEY_DIM], args[field.VALUE_DIM]
+    num_tiles = (args[field.QUERIES] + TILE - 1) // TILE
+    # base two: the exponential is
+    scale = carray(float32_at(args[field.SCALE]), (1,))[0] * _F(1 / LOG_2)
     scores, packed, queries = area + args[AT_SCORES], area + args[AT_VALUES], area
     sums, peaks, totals = area + args[AT_SUMS], area + args[AT_PEAKS], area + args[AT_TOTALS]
     next_keys, next_values = keys + AHEAD * key_stride, values + AHEAD * value_stride
@@ -242,28 +238,28 @@ def _attend_block(args, keys, key_stride, values, value_stride, num_tokens, area
 def _attend_tail(args, keys, key_stride, values, value_stride, num_tokens, area):  # type: ignore[no-untyped-def]
     """Attends to a block that the prefix does not fill, in a copy with zeros behind."""
     copy = area + args[AT_TAIL]
-    copied = copy + 2 * BLOCK * args[KEY_DIM]
+    copied = copy + 2 * BLOCK * args[field.KEY_DIM]
     for at, source, stride, dim in (
-        (copy, keys, key_stride, args[KEY_DIM]),
-        (copied, values, value_stride, args[VALUE_DIM]),
+        (copy, keys, key_stride, args[field.KEY_DIM]),
+        (copied, values, value_stride, args[field.VALUE_DIM]),
     ):
         block = carray(uint16_at(at), (BLOCK, dim))
         block[num_tokens:] = 0
         for token in range(num_tokens):
             block[token] = carray(uint16_at(source + token * stride), (dim,))
-    strides = 2 * args[KEY_DIM], 2 * args[VALUE_DIM]
+    strides = 2 * args[field.KEY_DIM], 2 * args[field.VALUE_DIM]
     _attend_block(args, copy, strides[0], copied, strides[1], num_tokens, area)
 
 
 @njit(**OPTIONS)
 def _finish(args, unit, area):  # type: ignore[no-untyped-def]
     """Divides the sums by the totals, and writes what one unit found."""
-    num_queries, dim = args[QUERIES], args[VALUE_DIM]
+    num_queries, dim = args[field.QUERIES], args[field.VALUE_DIM]
     sums = carray(float32_at(area + args[AT_SUMS]), (num_queries, dim))
     peaks = carray(float32_at(area + args[AT_PEAKS]), (num_queries,))
     totals = carray(float32_at(area + args[AT_TOTALS]), (num_queries,))
-    out = carray(float32_at(args[OUT] + 4 * unit * num_queries * dim), (num_queries, dim))
-    lse = carray(float32_at(args[LSE] + 4 * unit * num_queries), (num_queries,))
+    out = carray(float32_at(args[field.OUT] + 4 * unit * num_queries * dim), (num_queries, dim))
+    lse = carray(float32_at(args[field.LSE] + 4 * unit * num_queries), (num_queries,))
     for i in range(num_queries):
         share = _F(1) / totals[i]
         for e in range(dim):
@@ -274,26 +270,30 @@ def _finish(args, unit, area):  # type: ignore[no-untyped-def]
 @njit(**OPTIONS)
 def _attend(args):  # type: ignore[no-untyped-def]
     """Does the share of one thread; units are ordered as the results: by piece, then by head."""
-    heads, pieces, num_units = args[HEADS], args[PIECES], args[HEADS] * args[PIECES]
-    key_stride, value_stride = args[KEYS_TOKEN], args[VALUES_TOKEN]
-    threads, thread = np.int64(_num_threads()), np.int64(_thread_num())
-    num_blocks = (args[LENGTH] + BLOCK - 1) // BLOCK
-    num_tiles = (args[QUERIES] + TILE - 1) // TILE
-    area = args[SCRATCH] + thread * args[SCRATCH_SIZE]
+    heads, pieces, num_units = (
+        args[field.HEADS],
+        args[field.PIECES],
+        args[field.HEADS] * args[field.PIECES],
+    )
+    key_stride, value_stride = args[field.KEYS_TOKEN], args[field.VALUES_TOKEN]
+    thread, first, stop = share_of(num_units)
+    num_blocks = (args[field.LENGTH] + BLOCK - 1) // BLOCK
+    num_tiles = (args[field.QUERIES] + TILE - 1) // TILE
+    area = args[field.SCRATCH] + thread * args[field.SCRATCH_SIZE]
     configure_tiles(args[TILE_CONFIG])
-    for unit in range(num_units * thread // threads, num_units * (thread + 1) // threads):
+    for unit in range(first, stop):
         piece, head = unit // heads, unit % heads
         _pack_queries(args, head, area)
-        for i in range(num_tiles * args[VALUE_DIM]):
+        for i in range(num_tiles * args[field.VALUE_DIM]):
             store(area + args[AT_SUMS] + 64 * i, full(_F(0)))
         for i in range(num_tiles):
             store(area + args[AT_PEAKS] + 64 * i, full(_F(LOWEST)))
             store(area + args[AT_TOTALS] + 64 * i, full(_F(0)))
         for block in range(num_blocks * piece // pieces, num_blocks * (piece + 1) // pieces):
             start = block * BLOCK
-            keys = args[KEYS] + head * args[KEYS_HEAD] + start * key_stride
-            values = args[VALUES] + head * args[VALUES_HEAD] + start * value_stride
-            num_tokens = min(BLOCK, args[LENGTH] - start)
+            keys = args[field.KEYS] + head * args[field.KEYS_HEAD] + start * key_stride
+            values = args[field.VALUES] + head * args[field.VALUES_HEAD] + start * value_stride
+            num_tokens = min(BLOCK, args[field.LENGTH] - start)
             if num_tokens == BLOCK:
                 _attend_block(args, keys, key_stride, values, value_stride, num_tokens, area)
             else:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.kernels import cpu
+from hf_granikv.processor import has_fast_matmul
 
 # bytes of float32 scores alive at once: a CPU keeps them in its last-level cache
 _CPU_TILE_BYTES = 4 << 20
@@ -78,7 +79,7 @@ def gemm_shared_attention(
     block, tile_bytes = query.shape[1], _TILE_BYTES
     if query.is_cpu:
         block, tile_bytes = min(block, _CPU_QUERY_BLOCK), _CPU_TILE_BYTES
-        if not cpu.has_fast_matmul(query.dtype):
+        if not has_fast_matmul(query.dtype):
             query = query.float()
     tile = max(_MIN_TILE, tile_bytes // (4 * max(1, query.shape[0] * block)))
     parts = [

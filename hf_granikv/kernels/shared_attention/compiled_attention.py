@@ -1,0 +1,111 @@
+"""Attention to a shared prefix by a kernel that numba compiles."""
+
+from abc import ABC, abstractmethod
+from array import array
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_granikv.kernels import compiled, cpu
+from hf_granikv.kernels.shared_attention import _arguments
+from hf_granikv.kernels.shared_attention.reference import PackedStates
+
+# the fewest tokens that are worth a thread's while
+_MIN_PIECE = 256
+
+
+class CompiledAttention(ABC):
+    """Attends from all rows to a shared prefix, each key and value read once.
+
+    Made once for a step and run in each layer.
+
+    Source: FlashAttention-2, arXiv:2307.08691, algorithm 1, with a loop as in Flash-Decoding: pieces
+    of the prefix for the threads, merged by who calls.
+
+    Args:
+        query: As `run` takes it, of the first layer; likewise the keys and values.
+        keys: Likewise.
+        values: Likewise.
+        scale: Factor on the scores.
+
+    Attributes:
+        name: What it computes in.
+        dtypes: Of the tensors that it takes.
+        module: The compiled one.
+        states: Where the attention is after a run, until the next, of the queries packed as
+            `pack_queries` does it; out is float32.
+    """
+
+    name: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]]
+    module: ClassVar[str]
+
+    def __init__(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> None:
+        # without the system's leave the first instruction may end the process
+        assert not self.missing(), "unsupported_reasons says so"
+        (rows, num_q_heads, q_len, key_dim), (heads, length, value_dim) = query.shape, values.shape
+        ratio = num_q_heads // heads
+        num_queries, threads = rows * ratio * q_len, torch.get_num_threads()
+        pieces = cpu.num_pieces(heads, length, _MIN_PIECE)
+        out = query.new_empty((pieces, heads, num_queries, value_dim), dtype=torch.float32)
+        lse = query.new_empty((pieces, heads, num_queries), dtype=torch.float32)
+        self.states = PackedStates(out, lse)
+        self._threads = min(threads, heads * pieces)
+        kernel = compiled.load(self.module)
+        more, size = self._scratch(kernel, num_queries, key_dim, value_dim)
+        # what the addresses below point to
+        self._memory = torch.empty(self._threads * size, dtype=torch.uint8)
+        self._factor = np.array([scale], dtype=np.float32)
+        dtype = str(query.dtype).removeprefix("torch.")
+        self._task: int = getattr(kernel, f"attend_{dtype}").address
+        self._itemsize = query.itemsize
+        self._of_layer = slice(_arguments.QUERY, _arguments.OUT)
+        # the order is that of the names in _arguments.py
+        sizes = [heads, ratio, q_len, num_queries, key_dim, value_dim, pieces, length]
+        addresses = [out.data_ptr(), lse.data_ptr(), self._factor.ctypes.data]
+        addresses += [self._memory.data_ptr(), size]
+        of_layer = [0] * (_arguments.OUT - _arguments.QUERY)
+        self._numbers = array("q", [*sizes, *of_layer, *addresses, *more])
+
+    @staticmethod
+    @abstractmethod
+    def missing() -> tuple[str, ...]:
+        """Gives what this machine lacks; where nothing, it can run."""
+
+    @staticmethod
+    @abstractmethod
+    def of_these(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+        """Gives what about tensors of these sizes it cannot do."""
+
+    @staticmethod
+    @abstractmethod
+    def _scratch(
+        kernel: Any, num_queries: int, key_dim: int, value_dim: int
+    ) -> tuple[list[int], int]:
+        """Gives the arguments after the common ones, and the bytes of a thread's scratch memory."""
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Attends in one layer.
+
+        Args:
+            query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
+            keys: `[num_kv_heads, prefix_len, head_dim]`, any strides but over the last dimension.
+            values: `[num_kv_heads, prefix_len, value_dim]`, likewise.
+        """
+        if query.stride(3) != 1:
+            query = query.contiguous()
+        size, (row, head, token, _) = self._itemsize, query.stride()
+        of_layer = [query.data_ptr(), size * row, size * head, size * token]
+        for tensor in (keys, values):
+            of_head, of_token, _ = tensor.stride()
+            of_layer += [tensor.data_ptr(), size * of_head, size * of_token]
+        self._numbers[self._of_layer] = array("q", of_layer)
+        compiled.run(self._task, self._numbers, self._threads)
+
+
+def ends(sizes: list[int]) -> tuple[list[int], int]:
+    """Gives where all parts but the first begin that lie behind each other, and where all end."""
+    *places, size = (int(end) for end in np.cumsum(sizes))
+    return places, size

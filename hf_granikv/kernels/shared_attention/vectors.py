@@ -1,0 +1,50 @@
+"""Attention to a shared prefix in the vector registers of a CPU."""
+
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_granikv.kernels import compiled
+from hf_granikv.kernels.shared_attention.compiled_attention import CompiledAttention, ends
+from hf_granikv.processor import has_tiles
+
+
+class VectorAttention(CompiledAttention):
+    """Products and sums are in float32."""
+
+    name: ClassVar[str] = "vector registers"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    module: ClassVar[str] = "hf_granikv.kernels.shared_attention._vectors"
+
+    @staticmethod
+    def missing() -> tuple[str, ...]:
+        """Gives what this installation lacks; where nothing, it can run."""
+        kernel = compiled.load(VectorAttention.module)
+        return (kernel,) if isinstance(kernel, str) else ()
+
+    @staticmethod
+    def of_these(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+        """Gives what about these sizes it cannot do as fast as torch."""
+        reasons = []
+        if query.dtype == torch.bfloat16 and has_tiles():
+            reasons.append("torch multiplies bfloat16 in AMX tiles here")
+        rows, num_q_heads, q_len, key_dim = query.shape
+        # most lanes would be empty; measured with 64 and 128 numbers a head, by AVX2 and AVX-512
+        if rows * num_q_heads * q_len * 32 <= keys.shape[0] * key_dim:
+            reasons.append("it is for more queries of a head")
+        return reasons
+
+    @staticmethod
+    @cache
+    def _scratch(
+        kernel: Any, num_queries: int, key_dim: int, value_dim: int
+    ) -> tuple[list[int], int]:
+        panels, panel = -(-min(num_queries, kernel.CHUNK) // kernel.PANEL), 4 * kernel.PANEL
+        sizes = [panels * panel * key_dim, panels * panel * value_dim]
+        # the largest scores and the sums of weights; of one panel, what its sums shrink by
+        sizes += [panels * panel, panels * panel, panel]
+        sizes += [kernel.BLOCK * size for size in (panel, 4 * key_dim, 4 * value_dim)]
+        # whole cache lines, lest threads share one
+        return ends([-(-size // 64) * 64 for size in sizes])
