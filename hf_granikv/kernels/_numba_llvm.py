@@ -53,6 +53,8 @@ def llvm_intrinsic(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], A
             lambda context, a, b, c, d, e: typed(),
             lambda context, a, b, c, d, e, f: typed(),
             lambda context, a, b, c, d, e, f, g: typed(),
+            lambda context, a, b, c, d, e, f, g, h: typed(),
+            lambda context, a, b, c, d, e, f, g, h, i: typed(),
         ]
         return intrinsic(takers[len(kinds)])
 
@@ -100,3 +102,10 @@ def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Appends a * b + c, one instruction where there is one."""
     return builder.fadd(builder.fmul(a, b, flags=FAST), c, flags=FAST)
+
+
+def fetch(builder: Any, address: Any) -> None:
+    """Asks for the 64 bytes around an address, which need not exist."""
+    # to be read, into the second level, as data
+    hints = (ir.Constant(I32, number) for number in (0, 2, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address, I8), *hints)

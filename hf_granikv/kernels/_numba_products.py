@@ -1,7 +1,7 @@
 """Products of matrices for numba, whose sums stay in registers until all is added."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit
@@ -14,6 +14,7 @@ from hf_granikv.kernels._numba_llvm import (
     I64,
     NONE,
     broadcast,
+    fetch,
     fused,
     llvm_intrinsic,
     pointer,
@@ -22,7 +23,6 @@ from hf_granikv.kernels._numba_llvm import (
     write,
 )
 from hf_granikv.kernels._numba_types import OPTIONS
-from hf_granikv.kernels._numba_vectors import prefetch
 
 _features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 # rows by vectors of 16 whose sums fit the registers: 32 of 16 numbers each, or 16 of 8
@@ -34,27 +34,50 @@ PRODUCT_ROWS = ADDED_ROWS // NUM_CHAINS
 STEP = 64 * NUM_VECTORS
 
 
+class _Operands(NamedTuple):
+    """What both kinds of products are given, all int64.
+
+    Attributes:
+        left: Address of the left matrix, of float32.
+        of_row: Bytes between its rows.
+        of_column: Bytes between its columns.
+        right: Address of the right matrix, whose rows are vectors, `STEP` apart.
+        count: Columns of the left one, rows of the right one.
+        ahead: Address of what is fetched into the cache meanwhile.
+        of_ahead: Bytes of that for every column. They are asked for one by one: many at once would
+            take the buffers that what is read now needs.
+    """
+
+    left: Any
+    of_row: Any
+    of_column: Any
+    right: Any
+    count: Any
+    ahead: Any
+    of_ahead: Any
+
+
+_OPERANDS = (ADDRESS,) * len(_Operands._fields)
+
+
 def product(num_vectors: int) -> Any:
     """A function that multiplies a matrix, read number by number, by one that is read in vectors.
 
     Returns:
-        A function of the address of the left matrix, the bytes between its rows and between its
-        columns, and its rows; the address of the right one, whose rows are `STEP` apart, and how
-        many they are, at least one; where the product goes, whose rows are too; and what is fetched
-        into the cache meanwhile: an address, the bytes between rows and of each, and how many rows
-        for `PRODUCT_ROWS` of the left matrix.
+        A function of the left matrix's rows, where the product goes, whose rows are `STEP` apart,
+        and `_Operands`, of which what is to be fetched is by `PRODUCT_ROWS` of the left matrix.
     """
     several, one = _rows(PRODUCT_ROWS, num_vectors), _rows(1, num_vectors)
 
     @njit(**OPTIONS)
-    def multiply(left, of_row, of_column, rows, right, count, to, ahead):  # type: ignore[no-untyped-def]
-        for i in range(rows // PRODUCT_ROWS):
-            _fetch(ahead, i)
-            several(left, of_row, of_column, right, count, to)
+    def multiply(rows, to, left, of_row, of_column, right, count, ahead, of_ahead):  # type: ignore[no-untyped-def]
+        for _ in range(rows // PRODUCT_ROWS):
+            several(left, of_row, of_column, right, count, ahead, of_ahead, to)
             left += PRODUCT_ROWS * of_row
             to += PRODUCT_ROWS * STEP
+            ahead += count * of_ahead
         for _ in range(rows % PRODUCT_ROWS):
-            one(left, of_row, of_column, right, count, to)
+            one(left, of_row, of_column, right, count, ahead, 0, to)
             left += of_row
             to += STEP
 
@@ -62,46 +85,33 @@ def product(num_vectors: int) -> Any:
 
 
 def added_product(num_vectors: int) -> Any:
-    """As `product`, added to what is there times factors: vectors at one more address, the last.
+    """As `product`, added to what is there times factors, vectors at an address after `to`.
 
     It has `ADDED_ROWS` for `PRODUCT_ROWS`.
     """
     several, one = _added_rows(ADDED_ROWS, num_vectors), _added_rows(1, num_vectors)
 
     @njit(**OPTIONS)
-    def multiply(left, of_row, of_column, rows, right, count, to, ahead, factors):  # type: ignore[no-untyped-def]
-        for i in range(rows // ADDED_ROWS):
-            _fetch(ahead, i)
-            several(left, of_row, of_column, right, count, to, factors)
+    def multiply(rows, to, factors, left, of_row, of_column, right, count, ahead, of_ahead):  # type: ignore[no-untyped-def]
+        for _ in range(rows // ADDED_ROWS):
+            several(left, of_row, of_column, right, count, ahead, of_ahead, to, factors)
             left += ADDED_ROWS * of_row
             to += ADDED_ROWS * STEP
+            ahead += count * of_ahead
         for _ in range(rows % ADDED_ROWS):
-            one(left, of_row, of_column, right, count, to, factors)
+            one(left, of_row, of_column, right, count, ahead, 0, to, factors)
             left += of_row
             to += STEP
 
     return multiply
 
 
-@njit(**OPTIONS)
-def _fetch(ahead, share):  # type: ignore[no-untyped-def]
-    """Asks for one share of some rows."""
-    address, stride, num_bytes, rows = ahead
-    address += share * rows * stride
-    for _ in range(rows):
-        for offset in range(0, num_bytes, 64):
-            prefetch(address + offset)
-        address += stride
-
-
 def _rows(num_rows: int, num_vectors: int) -> Any:
-    @llvm_intrinsic(NONE, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-    def multiply(builder: Any, left: Any, of_row: Any, of_column: Any, *rest: Any) -> None:
-        right, count, to = rest
+    @llvm_intrinsic(NONE, *_OPERANDS, ADDRESS)
+    def multiply(builder: Any, *args: Any) -> None:
+        *operands, to = args
         zeros = [splat(FLOATS, 0.0)] * (num_rows * num_vectors)
-        sums = _summed(
-            builder, zeros, num_vectors, left, of_row, of_column, right, count, NUM_CHAINS
-        )
+        sums = _summed(builder, _Operands(*operands), zeros, num_vectors, NUM_CHAINS)
         for total, place in zip(sums, _places(builder, to, num_rows, num_vectors), strict=True):
             write(builder, total, place)
 
@@ -109,16 +119,16 @@ def _rows(num_rows: int, num_vectors: int) -> Any:
 
 
 def _added_rows(num_rows: int, num_vectors: int) -> Any:
-    @llvm_intrinsic(NONE, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS)
-    def multiply(builder: Any, left: Any, of_row: Any, of_column: Any, *rest: Any) -> None:
-        right, count, to, factors = rest
+    @llvm_intrinsic(NONE, *_OPERANDS, ADDRESS, ADDRESS)
+    def multiply(builder: Any, *args: Any) -> None:
+        *operands, to, factors = args
         places = _places(builder, to, num_rows, num_vectors)
         by = [read(builder, at, FLOATS) for at in _places(builder, factors, 1, num_vectors)]
         before = [
             builder.fmul(read(builder, place, FLOATS), by[i % num_vectors], flags=FAST)
             for i, place in enumerate(places)
         ]
-        sums = _summed(builder, before, num_vectors, left, of_row, of_column, right, count)
+        sums = _summed(builder, _Operands(*operands), before, num_vectors, 1)
         for total, place in zip(sums, places, strict=True):
             write(builder, total, place)
 
@@ -131,52 +141,43 @@ def _places(builder: Any, address: Any, num_rows: int, num_vectors: int) -> list
 
 
 def _summed(
-    builder: Any,
-    before: Sequence[Any],
-    num_vectors: int,
-    left: Any,
-    of_row: Any,
-    of_column: Any,
-    right: Any,
-    count: Any,
-    num_chains: int = 1,
+    builder: Any, given: _Operands, before: Sequence[Any], num_vectors: int, num_chains: int
 ) -> list[Any]:
     """Appends the loop over the columns of the left matrix; gives the sums after it.
 
-    With several chains, a sum is that of as many, of every so manieth column each: rounded less.
+    With several chains, each sum is that of as many, of every so manieth column.
     """
-    num_sums = len(before)
+    num_sums, size = len(before), ir.Constant(I64, num_chains)
 
-    def add_column(column: Any, vectors: Any, sums: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+    def add_column(column: Any, vectors: Any, sums: Sequence[Any]) -> list[Any]:
         loaded = [read(builder, at, FLOATS) for at in _places(builder, vectors, 1, num_vectors)]
-        totals, row = [], column
+        totals = []
         for i in range(0, num_sums, num_vectors):
-            factor = broadcast(builder, builder.load(pointer(builder, row, ir.FloatType())))
-            row = builder.add(row, of_row)
+            factor = broadcast(builder, builder.load(pointer(builder, column, ir.FloatType())))
+            column = builder.add(column, given.of_row)
             totals += [fused(builder, factor, x, sums[i + v]) for v, x in enumerate(loaded)]
-        vectors = builder.add(vectors, ir.Constant(I64, STEP))
-        return builder.add(column, of_column), vectors, totals
+        return totals
 
-    def add_columns(column: Any, vectors: Any, *chains: Any) -> list[Any]:
+    def add_columns(column: Any, vectors: Any, ahead: Any, *chains: Any) -> list[Any]:
+        fetch(builder, ahead)
         totals = []
         for i in range(0, len(chains), num_sums):
-            column, vectors, more = add_column(column, vectors, chains[i : i + num_sums])
-            totals += more
-        return [column, vectors, *totals]
+            totals += add_column(column, vectors, chains[i : i + num_sums])
+            column = builder.add(column, given.of_column)
+            vectors = builder.add(vectors, ir.Constant(I64, STEP))
+            ahead = builder.add(ahead, given.of_ahead)
+        return [column, vectors, ahead, *totals]
 
     zeros = [splat(FLOATS, 0.0)] * num_sums * (num_chains - 1)
-    chains, size = [*before, *zeros], ir.Constant(I64, num_chains)
-    column, vectors, *totals = _repeat(
-        builder, builder.udiv(count, size), [left, right, *chains], add_columns
-    )
+    states = [given.left, given.right, given.ahead, *before, *zeros]
+    rounds = builder.udiv(given.count, size)
+    column, vectors, ahead, *totals = _repeat(builder, rounds, states, add_columns)
     sums = totals[:num_sums]
     for i in range(num_sums, len(totals), num_sums):
         pairs = zip(sums, totals[i : i + num_sums], strict=True)
         sums = [builder.fadd(*pair, flags=FAST) for pair in pairs]
-    if num_chains == 1:
-        return sums
-    rest = builder.urem(count, size)
-    return _repeat(builder, rest, [column, vectors, *sums], add_columns)[2:]
+    rest = builder.urem(given.count, size)
+    return _repeat(builder, rest, [column, vectors, ahead, *sums], add_columns)[3:]
 
 
 def _repeat(

@@ -11,7 +11,6 @@ from hf_granikv.kernels._numba_llvm import (
     ADDRESS,
     FAST,
     FLOATS,
-    I8,
     I16,
     I32,
     I64,
@@ -20,9 +19,9 @@ from hf_granikv.kernels._numba_llvm import (
     VECTOR,
     broadcast,
     call,
+    fetch,
     fused,
     llvm_intrinsic,
-    pointer,
     read,
     splat,
     write,
@@ -166,6 +165,4 @@ def any_below_one(builder: Any, x: Any) -> Any:
 @llvm_intrinsic(NONE, ADDRESS)
 def prefetch(builder: Any, address: Any) -> None:
     """Asks for the 64 bytes around an address, which need not exist."""
-    # to be read, into the second level, as data
-    hints = (ir.Constant(I32, number) for number in (0, 2, 1))
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer(builder, address, I8), *hints)
+    fetch(builder, address)

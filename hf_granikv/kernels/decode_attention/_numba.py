@@ -74,6 +74,17 @@ def _prefetch(rows, stride, slots, num_bytes):  # type: ignore[no-untyped-def]
 
 
 @njit(**OPTIONS)
+def _prefetch_ahead(j, rows, stride, slots, num_bytes, following):  # type: ignore[no-untyped-def]
+    """Fetches the tokens that are `AHEAD` of the j-th; behind the last one, the first that follow."""
+    start, stop = j + AHEAD, j + AHEAD + LANES
+    _prefetch(rows, stride, slots[start:stop], num_bytes)
+    if stop > len(slots):
+        rows, stride, next_slots, num_bytes = following
+        its = next_slots[max(start - len(slots), 0) : stop - len(slots)]
+        _prefetch(rows, stride, its, num_bytes)
+
+
+@njit(**OPTIONS)
 def _score(queries, ratio, keys, num_tokens, width, products, scores, scores_row):  # type: ignore[no-untyped-def]
     """Scores of up to 16 tokens; those that are none get the lowest of all."""
     for i in range(ratio):
@@ -167,13 +178,12 @@ def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-
 
 
 @njit(**OPTIONS)
-def _score_all(args, keys, stride, slots, scores, area, like):  # type: ignore[no-untyped-def]
+def _score_all(args, keys, stride, slots, following, scores, area, like):  # type: ignore[no-untyped-def]
     """Scores of the tokens in some slots; gives where those of others go."""
     wide, products, width = area + args[AT_KEYS], area + args[AT_PRODUCTS], args[KEY_WIDTH]
     for j in range(0, len(slots), LANES):
         some = slots[j : j + LANES]
-        ahead = slots[j + AHEAD : j + AHEAD + LANES]
-        _prefetch(keys, stride, ahead, like.itemsize * args[KEY_DIM])
+        _prefetch_ahead(j, keys, stride, slots, like.itemsize * args[KEY_DIM], following)
         _widen(keys, stride, some, args[KEY_DIM], wide, width, like)
         _score(area, args[RATIO], wide, len(some), width, products, scores, args[SCORES_ROW])
         scores += 4 * LANES
@@ -181,14 +191,12 @@ def _score_all(args, keys, stride, slots, scores, area, like):  # type: ignore[n
 
 
 @njit(**OPTIONS)
-def _add_all(args, values, stride, slots, weights, area, like):  # type: ignore[no-untyped-def]
+def _add_all(args, values, stride, slots, following, weights, area, like):  # type: ignore[no-untyped-def]
     """Adds the weighted values in some slots; gives where the weights of others are."""
     wide, sums, width = area + args[AT_VALUES], area + args[AT_SUMS], args[VALUE_WIDTH]
-    _prefetch(values, stride, slots[:AHEAD], like.itemsize * args[VALUE_DIM])
     for j in range(0, len(slots), LANES):
         some = slots[j : j + LANES]
-        ahead = slots[j + AHEAD : j + AHEAD + LANES]
-        _prefetch(values, stride, ahead, like.itemsize * args[VALUE_DIM])
+        _prefetch_ahead(j, values, stride, slots, like.itemsize * args[VALUE_DIM], following)
         _widen(values, stride, some, args[VALUE_DIM], wide, width, like)
         _add(sums, args[RATIO], wide, len(some), width, weights, args[SCORES_ROW])
         weights += 4 * LANES
@@ -208,33 +216,44 @@ def _segment(args, number, row):  # type: ignore[no-untyped-def]
 
 
 @njit(**OPTIONS)
-def _attend_unit(args, row, head, area, like):  # type: ignore[no-untyped-def]
-    """Attends from the queries of one row and head."""
-    ratio, size, dim = args[RATIO], like.itemsize, args[VALUE_DIM]
-    scores, sums, value_width = area + args[AT_SCORES], area + args[AT_SUMS], args[VALUE_WIDTH]
+def _own(args, unit, like):  # type: ignore[no-untyped-def]
+    """The row and head of a unit; where the row's own tokens lie: keys, values, slots."""
+    row, head = unit // args[HEADS], unit % args[HEADS]
     table = carray(int64_at(args[SLOTS] + 8 * row * args[SLOTS_ROW]), (args[SLOTS_ROW],))
     span = carray(int64_at(args[SPANS] + 16 * row), (2,))
-    slots = table[span[0] : span[1]]
+    keys = args[KEYS] + like.itemsize * head * args[KEYS_HEAD]
+    values = args[VALUES] + like.itemsize * head * args[VALUES_HEAD]
+    return row, head, keys, values, table[span[0] : span[1]]
+
+
+@njit(**OPTIONS)
+def _attend_unit(args, unit, next_unit, area, like):  # type: ignore[no-untyped-def]
+    """Attends from the queries of one row and head, while those of the next are fetched."""
+    ratio, size, dim = args[RATIO], like.itemsize, args[VALUE_DIM]
+    scores, sums, value_width = area + args[AT_SCORES], area + args[AT_SUMS], args[VALUE_WIDTH]
+    row, head, keys, values, slots = _own(args, unit, like)
+    _, _, next_keys, _, next_slots = _own(args, next_unit, like)
+    key_stride, value_stride = size * args[KEYS_SLOT], size * args[VALUES_SLOT]
+    first_values = values, value_stride, slots, size * dim
+    following = next_keys, key_stride, next_slots, size * args[KEY_DIM]
     _take_queries(args, row, head, area, args[KEY_WIDTH], like)
-    keys = args[KEYS] + size * head * args[KEYS_HEAD]
-    end = _score_all(args, keys, size * args[KEYS_SLOT], slots, scores, area, like)
+    end = _score_all(args, keys, key_stride, slots, first_values, scores, area, like)
     for number in range(args[NUM_SEGMENTS]):
         segment, tokens = _segment(args, number, row)
         keys = segment[SEGMENT_KEYS] + size * head * segment[SEGMENT_KEYS_HEAD]
         stride = size * segment[SEGMENT_KEYS_TOKEN]
-        end = _score_all(args, keys, stride, tokens, end, area, like)
+        end = _score_all(args, keys, stride, tokens, first_values, end, area, like)
     totals = carray(float32_at(area + args[AT_TOTALS]), (ratio,))
     for i in range(ratio):
         out = carray(float32_at(sums + 4 * value_width * i), (value_width,))
         its_scores = scores + args[SCORES_ROW] * i
         totals[i] = _finish(args, row, head, i, its_scores, end - scores, out)
-    values = args[VALUES] + size * head * args[VALUES_HEAD]
-    end = _add_all(args, values, size * args[VALUES_SLOT], slots, scores, area, like)
+    end = _add_all(args, values, value_stride, slots, following, scores, area, like)
     for number in range(args[NUM_SEGMENTS]):
         segment, tokens = _segment(args, number, row)
         values = segment[SEGMENT_VALUES] + size * head * segment[SEGMENT_VALUES_HEAD]
         stride = size * segment[SEGMENT_VALUES_TOKEN]
-        end = _add_all(args, values, stride, tokens, end, area, like)
+        end = _add_all(args, values, stride, tokens, following, end, area, like)
     address = args[OUT] + size * (row * args[HEADS] + head) * ratio * dim
     out = carray(pointer_like(address, like), (ratio, dim))
     for i in range(ratio):
@@ -254,7 +273,7 @@ def _attend(args, like):  # type: ignore[no-untyped-def]
     for at in range(area, area + args[SCRATCH_SIZE], 64):
         store(at, full(_F(0)))
     for unit in range(first, stop):
-        _attend_unit(args, unit // heads, unit % heads, area, like)
+        _attend_unit(args, unit, min(unit + 1, stop - 1), area, like)
 
 
 @c_function

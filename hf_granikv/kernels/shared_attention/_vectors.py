@@ -50,7 +50,7 @@ PANEL = LANES * NUM_VECTORS
 # tokens whose scores are alive at once
 BLOCK = 32
 # as far ahead keys and values are fetched into the cache
-AHEAD = 2 * BLOCK
+AHEAD = BLOCK
 # queries by which a block is read at once: their sums stay in a core's cache
 CHUNK = 384
 LOWEST = -3.4e38
@@ -100,26 +100,26 @@ def _attend_panel(args, number, vectors, keys, values, num_tokens, area, ahead):
     (keys, key_stride), (values, value_stride), (next_keys, next_values) = keys, values, ahead
     dim, scores, shrinks = args[field.VALUE_DIM], area + args[AT_SCORES], area + args[AT_SHRINKS]
     queries = area + number * STEP * args[field.KEY_DIM]
-    of_keys = keys, key_stride, 4, num_tokens, queries, args[field.KEY_DIM], scores, next_keys
+    of_keys = keys, key_stride, 4, queries, args[field.KEY_DIM], *next_keys
     if vectors == 1:
-        _score_1(*of_keys)
+        _score_1(num_tokens, scores, *of_keys)
     elif vectors == 2:
-        _score_2(*of_keys)
+        _score_2(num_tokens, scores, *of_keys)
     else:
-        _score_3(*of_keys)
+        _score_3(num_tokens, scores, *of_keys)
     scale = abs(carray(float32_at(args[field.SCALE]), (1,))[0])
     for v in range(vectors):
         at = area + number * STEP + 64 * v
         peaks, totals = at + args[AT_PEAKS], at + args[AT_TOTALS]
         _weigh(scores + 64 * v, num_tokens, scale, peaks, totals, shrinks + 64 * v)
     sums = area + args[AT_SUMS] + number * STEP * dim
-    of_values = values, 4, value_stride, dim, scores, num_tokens, sums, next_values, shrinks
+    of_values = values, 4, value_stride, scores, num_tokens, *next_values
     if vectors == 1:
-        _add_1(*of_values)
+        _add_1(dim, sums, shrinks, *of_values)
     elif vectors == 2:
-        _add_2(*of_values)
+        _add_2(dim, sums, shrinks, *of_values)
     else:
-        _add_3(*of_values)
+        _add_3(dim, sums, shrinks, *of_values)
 
 
 @njit(**OPTIONS)
@@ -140,23 +140,20 @@ def _attend_block(args, num_queries, keys, values, num_tokens, area, like):  # t
         (args[field.VALUE_DIM], args[field.VALUES_TOKEN]),
     )
     next_keys, next_values = keys + AHEAD * key_stride, values + AHEAD * value_stride
-    key_bytes, value_bytes = like.itemsize * key_dim, like.itemsize * value_dim
-    # scores are computed for some tokens at a time, sums for some elements
-    share = (BLOCK * ADDED_ROWS + value_dim - 1) // value_dim
+    # of one block while another is read: a column of scores is a number of some keys, one of sums a
+    # token, whose values are read some numbers at a time
+    of_keys, of_values = like.itemsize * PRODUCT_ROWS, like.itemsize * ADDED_ROWS
     wide_keys = _widened(keys, key_stride, num_tokens, key_dim, area + args[AT_KEYS], like)
     wide_values = _widened(
         values, value_stride, num_tokens, value_dim, area + args[AT_VALUES], like
     )
     vectors = (num_queries + LANES - 1) // LANES
     for number in range((vectors + NUM_VECTORS - 1) // NUM_VECTORS):
-        ahead = (
-            (next_keys, key_stride, key_bytes, PRODUCT_ROWS),
-            (next_values, value_stride, value_bytes, share),
-        )
+        ahead = (next_keys, of_keys), (next_values, of_values)
         its = min(NUM_VECTORS, vectors - number * NUM_VECTORS)
         _attend_panel(args, number, its, wide_keys, wide_values, num_tokens, area, ahead)
         # the first panel has fetched all
-        key_bytes = value_bytes = 0
+        of_keys = of_values = 0
 
 
 @njit(**OPTIONS)
