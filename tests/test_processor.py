@@ -46,6 +46,7 @@ def test_tiles_need_the_processor_torch_and_onednn(
         ("AVX512", True, False, True, True),
         ("AVX512", True, False, False, False),
         ("AVX2", False, False, False, False),
+        ("AVX2", True, False, False, False),
         ("SVE256", True, False, False, True),
         ("DEFAULT", False, False, False, False),
     ],

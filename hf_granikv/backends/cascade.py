@@ -15,6 +15,7 @@ from hf_granikv.backends.base import (
 from hf_granikv.dispatch.roofline import Work
 from hf_granikv.kernels.shared_attention import (
     COMPILED,
+    CompiledAttention,
     flash_shared_attention,
     unsupported_reasons,
 )
@@ -34,7 +35,7 @@ class CascadeBackend(PrefixBackend):
         return ["the fused kernel has no soft-capping"] if shape.is_capped else []
 
     def work(self, shape: GroupShape) -> Work:
-        """Counts one read of the prefix; the launches are pack, attend and two unpacks."""
+        """Counts one read of the prefix; launches are those around torch's kernel."""
         tile_rows = shape.num_queries // shape.num_kv_heads
         return attention_work(shape, launches=4, tile_rows=tile_rows)
 
@@ -53,15 +54,8 @@ class CascadeBackend(PrefixBackend):
 
     def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
         """Names the compiled kernel, or why there is none; nothing where there can be none."""
-        refused: list[str] = []
-        for kernel in COMPILED:
-            if not query.is_cpu or query.dtype not in kernel.dtypes:
-                continue
-            reasons = unsupported_reasons(kernel, query, keys, values)
-            if not reasons:
-                return ", ".join([f"in {kernel.name}", *refused])
-            refused.append(f"not in {kernel.name} ({', '.join(reasons)})")
-        return ", ".join(refused)
+        kernel, refused = _compiled(query, keys, values)
+        return ", ".join(refused if kernel is None else [f"in {kernel.name}", *refused])
 
     def planned(
         self,
@@ -74,8 +68,7 @@ class CascadeBackend(PrefixBackend):
     ) -> Attend:
         """Plans a compiled kernel where there is one for this CPU."""
         assert softcap is None, "unsupported_reasons names soft-capping"
-        able = (k for k in COMPILED if not unsupported_reasons(k, query, keys, values))
-        kernel = next(able, None)
+        kernel, _ = _compiled(query, keys, values)
         if kernel is None:
             return partial(_attend_flash, scale=scale)
         attention = kernel(query, keys, values, scale=scale)
@@ -86,6 +79,20 @@ class CascadeBackend(PrefixBackend):
             return state
 
         return attend
+
+
+def _compiled(
+    query: Tensor, keys: Tensor, values: Tensor
+) -> tuple[type[CompiledAttention] | None, list[str]]:
+    """Gives the fastest compiled kernel that can serve, and why faster ones cannot."""
+    refused: list[str] = []
+    for kernel in COMPILED:
+        if query.is_cpu and query.dtype in kernel.dtypes:
+            reasons = unsupported_reasons(kernel, query, keys, values)
+            if not reasons:
+                return kernel, refused
+            refused.append(f"not in {kernel.name} ({', '.join(reasons)})")
+    return None, refused
 
 
 def _attend_flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:

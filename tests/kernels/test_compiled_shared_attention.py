@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from oracle import assert_close, reference
@@ -9,6 +13,7 @@ from hf_granikv.kernels.shared_attention import (
     COMPILED,
     TiledAttention,
     VectorAttention,
+    _arguments,
     trial,
     unsupported_reasons,
     vectors,
@@ -46,9 +51,16 @@ def draw(rows, num_q_heads, num_kv_heads, q_len, length, key_dim, value_dim=None
 
 def attend(kernel, query, keys, values, scale=SCALE):
     attention = kernel(query, keys, values, scale=scale)
+    # nothing may be read that has not been written, and nothing written behind the end
+    size = attention._memory.numel()
+    attention._memory = torch.full((size + 4096,), 0xFF, dtype=torch.uint8)
+    attention._numbers[_arguments.SCRATCH] = attention._memory.data_ptr()
+    for states in attention.states:
+        states.fill_(torch.nan)
     # of another layer, where the same object is used
     attention.run(query, values.new_zeros(keys.shape), values)
     attention.run(query, keys, values)
+    assert attention._memory[size:].eq(0xFF).all()
     states = of_rows(*attention.states, len(query))
     out, lse = merge_states([AttentionState(*piece) for piece in zip(*states, strict=True)])
     shape = query.shape[:3]
@@ -166,13 +178,15 @@ def test_queries_with_scores_of_any_size_are_apart(kernel, dtype):
 
 @of_all
 def test_copies_of_a_row_give_identical_outputs(kernel, dtype):
-    query, keys, values = draw(20, 6, 2, 1, 500, 64, dtype=dtype)
-    query[13] = query[2]
+    """In the same panel of queries as the first, in one that is not full, in another chunk."""
+    query, keys, values = draw(150, 6, 2, 1, 500, 64, dtype=dtype)
+    query[[13, 40, 140, 149]] = query[2].clone()
 
     out, lse = attend(kernel, query, keys, values)
 
-    assert torch.equal(out[13], out[2])
-    assert torch.equal(lse[13], lse[2])
+    for row in (13, 40, 140, 149):
+        assert torch.equal(out[row], out[2])
+        assert torch.equal(lse[row], lse[2])
 
 
 @of_all
@@ -224,25 +238,81 @@ def test_vectors_are_for_more_than_a_few_queries(rows, head_dim, is_enough):
     )
 
 
-def test_where_torch_has_tiles_bfloat16_is_left_to_it(monkeypatch):
-    monkeypatch.setattr(vectors, "has_tiles", lambda: True)
+def test_where_torch_multiplies_bfloat16_fast_it_is_left_to_it(monkeypatch):
+    monkeypatch.setattr(vectors, "has_fast_matmul", lambda dtype: True)
     query, *stored = draw(20, 4, 2, 1, 100, 40, dtype=torch.bfloat16)
 
-    assert "AMX tiles here" in reasons_of(VectorAttention, query, *stored)
-    assert "AMX" not in reasons_of(VectorAttention, query.float(), *(t.float() for t in stored))
+    assert "bfloat16 in hardware here" in reasons_of(VectorAttention, query, *stored)
+    assert "in hardware" not in reasons_of(
+        VectorAttention, query.float(), *(t.float() for t in stored)
+    )
 
 
 @of_all
-def test_what_is_no_number_stays_none(kernel, dtype):
+@pytest.mark.parametrize("where", ["query", "keys", "values"])
+def test_what_is_no_number_stays_none(kernel, dtype, where):
     query, keys, values = draw(20, 4, 2, 1, 100, 64, dtype=dtype)
-    keys[1, 40] = torch.nan
+    if where == "query":
+        query[7, 2:] = torch.nan
+    else:
+        {"keys": keys, "values": values}[where][1, 40] = torch.nan
+    seen = torch.zeros(20, 4, 1, dtype=torch.bool)
+    seen[[7] if where == "query" else slice(None), 2:] = True
 
     out, lse = attend(kernel, query, keys, values)
 
-    # the first kv head's queries do not read it
-    assert out[:, :2].isfinite().all()
-    assert lse[:, :2].isfinite().all()
-    assert out[:, 2:].isnan().all()
+    assert torch.equal(out.isnan().all(-1), seen)
+    assert out[~seen].isfinite().all()
+    assert lse[~seen].isfinite().all()
+
+
+@of_all
+def test_queries_lie_anywhere(kernel, dtype):
+    query, keys, values = draw(6, 6, 3, 1, 90, 64, dtype=dtype)
+    turned = query.transpose(1, 3).contiguous().transpose(1, 3)
+    out, _ = attend(kernel, query[:1].expand(6, -1, -1, -1), keys, values)
+
+    check(kernel, turned, keys, values)
+    assert torch.equal(out, out[:1].expand_as(out))
+
+
+@no_vectors
+@pytest.mark.parametrize("threads", [2, 8])
+@pytest.mark.parametrize(("heads", "length"), [(1, 40), (2, 700), (5, 300)])
+def test_many_queries_are_shared_out_among_threads(monkeypatch, threads, heads, length):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    check(VectorAttention, *draw(40, 2 * heads, heads, 21, length, 16, dtype=torch.float32))
+
+
+@no_vectors
+def test_another_default_device_is_no_matter():
+    query, keys, values = draw(20, 4, 2, 1, 100, 64, dtype=torch.float32)
+    with torch.device("meta"):
+        attention = VectorAttention(query, keys, values, scale=SCALE)
+        attention.run(query, keys, values)
+
+    assert attention.states.out.isfinite().all()
+
+
+@no_vectors
+def test_narrow_registers_give_the_same():
+    """As on CPUs without AVX-512."""
+    code = """
+from hf_granikv.kernels import _numba_products
+from hf_granikv.kernels.shared_attention import VectorAttention, trial
+assert VectorAttention.missing() == (), VectorAttention.missing()
+print(trial.largest_error(VectorAttention), _numba_products.NUM_VECTORS)
+"""
+    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+bmi,+bmi2,+lzcnt"
+    names = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, env={**os.environ, **names}, capture_output=True, text=True, check=True
+    )
+    error, num_vectors = run.stdout.split()
+    assert float(error) <= 1
+    assert num_vectors == "1"
 
 
 @of_all

@@ -202,6 +202,38 @@ def test_a_row_that_sees_nothing_gets_zeros(dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("where", ["query", "key", "value", "prefix", "only the prefix"])
+def test_what_is_no_number_stays_none(dtype, where):
+    """As in stock attention, and in no other row; row 2 has own tokens, row 3 has none."""
+    rows = Rows(dtype)
+    state, row = rows.add_prefix([0, 1, 2, 3, 4], 60), 3 if where == "only the prefix" else 2
+    if where == "query":
+        rows.query[row] = torch.nan
+        state.out[:, row] = state.lse[:, row] = torch.nan
+    elif "prefix" in where:
+        state.out[:, row] = state.lse[:, row] = torch.nan
+    else:
+        rows.storages[where == "value"][:, rows.slots[row, 20]] = torch.nan
+
+    out = rows.attend(state)
+
+    assert out[row].isnan().all()
+    for other in {0, 1, 2, 3, 4} - {row}:
+        rows.check(out, other)
+
+
+@dtypes
+def test_a_query_that_is_no_number_and_has_no_prefix_stays_none(dtype):
+    rows = Rows(dtype)
+    rows.query[2] = torch.nan
+
+    out = rows.attend()
+
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3, 4]].isfinite().all()
+
+
+@dtypes
 @pytest.mark.parametrize("size", [1e4, 1e-4])
 def test_huge_and_tiny_scores_stay_finite(dtype, size):
     rows = Rows(dtype)

@@ -45,11 +45,11 @@ LOG2_E = 1.4426950408889634
 ROWS, HEADS, RATIO, KEY_DIM, VALUE_DIM, SLOTS, SLOTS_ROW = range(7)
 SPANS, SCALE, KEY_WIDTH, VALUE_WIDTH, SCORES_ROW, SCRATCH, SCRATCH_SIZE = range(7, 14)
 # where the parts of a thread's scratch memory begin, behind the queries
-AT_KEYS, AT_VALUES, AT_PRODUCTS, AT_SCORES, AT_SUMS, AT_TOTALS = range(14, 20)
-QUERY, QUERY_ROW, QUERY_HEAD, OUT, SINKS = range(20, 25)
-KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(25, 31)
-NUM_SEGMENTS, SEGMENTS, NUM_STATES = range(31, 34)
-NUM_ARGUMENTS = 34
+AT_KEYS, AT_VALUES, AT_PRODUCTS, AT_PLACES, AT_SCORES, AT_SUMS, AT_TOTALS = range(14, 21)
+QUERY, QUERY_ROW, QUERY_HEAD, OUT, SINKS = range(21, 26)
+KEYS, KEYS_HEAD, KEYS_SLOT, VALUES, VALUES_HEAD, VALUES_SLOT = range(26, 32)
+NUM_SEGMENTS, SEGMENTS, NUM_STATES = range(32, 35)
+NUM_ARGUMENTS = 35
 # of each segment; the slots are 0, 1, 2, ...
 SEGMENT_KEYS, SEGMENT_KEYS_HEAD, SEGMENT_KEYS_TOKEN = range(3)
 SEGMENT_VALUES, SEGMENT_VALUES_HEAD, SEGMENT_VALUES_TOKEN = range(3, 6)
@@ -60,10 +60,15 @@ MAX_ARGUMENTS = 1 << 20
 
 
 @njit(**OPTIONS)
-def _widen(rows, stride, slots, dim, to, width, like):  # type: ignore[no-untyped-def]
-    """Puts the elements in some slots, as float32, to rows of `width` numbers."""
+def _find(rows, stride, slots, dim, to, width, places, like):  # type: ignore[no-untyped-def]
+    """Where the elements of some slots are in float32: as they lie, or put to rows of `width`."""
     for j in range(len(slots)):
-        widen(rows + slots[j] * stride, dim, to + 4 * width * j, like)
+        row = rows + slots[j] * stride
+        if like.itemsize == 4 and dim == width:
+            places[j] = row
+        else:
+            places[j] = to + 4 * width * j
+            widen(row, dim, places[j], like)
 
 
 @njit(**OPTIONS)
@@ -80,40 +85,39 @@ def _prefetch_ahead(j, rows, stride, slots, num_bytes, following):  # type: igno
     _prefetch(rows, stride, slots[start:stop], num_bytes)
     if stop > len(slots):
         rows, stride, next_slots, num_bytes = following
-        its = next_slots[max(start - len(slots), 0) : stop - len(slots)]
-        _prefetch(rows, stride, its, num_bytes)
+        first = max(start - len(slots), 0) if j > 0 else 0
+        _prefetch(rows, stride, next_slots[first : stop - len(slots)], num_bytes)
 
 
 @njit(**OPTIONS)
-def _score(queries, ratio, keys, num_tokens, width, products, scores, scores_row):  # type: ignore[no-untyped-def]
+def _score(queries, ratio, keys, width, products, scores, scores_row):  # type: ignore[no-untyped-def]
     """Scores of up to 16 tokens; those that are none get the lowest of all."""
     for i in range(ratio):
         query = queries + 4 * width * i
-        for j in range(num_tokens):
-            key = keys + 4 * width * j
+        for j in range(len(keys)):
             total = full(_F(0))
             for e in range(0, 4 * width, 64):
-                total = fma(load(query + e), load(key + e), total)
+                total = fma(load(query + e), load(keys[j] + e), total)
             store(products + 64 * j, total)
-        for j in range(num_tokens, LANES):
+        for j in range(len(keys), LANES):
             store(products + 64 * j, full(_F(-np.inf)))
         store(scores + i * scores_row, sums_of_rows(products))
 
 
 @njit(**OPTIONS)
-def _add(sums, ratio, values, num_tokens, width, weights, weights_row):  # type: ignore[no-untyped-def]
+def _add(sums, ratio, values, width, weights, weights_row):  # type: ignore[no-untyped-def]
     """Adds up to 16 weighted values to the sum of each query."""
     for i in range(ratio):
         weight = carray(float32_at(weights + i * weights_row), (LANES,))
         for e in range(0, 4 * width, 64):
             at = sums + 4 * width * i + e
-            value, even, odd = values + e, load(at), full(_F(0))
-            for j in range(0, num_tokens - 1, 2):
-                even = fma(full(weight[j]), load(value), even)
-                odd = fma(full(weight[j + 1]), load(value + 4 * width), odd)
-                value += 8 * width
-            if num_tokens % 2:
-                even = fma(full(weight[num_tokens - 1]), load(value), even)
+            even, odd = load(at), full(_F(0))
+            for j in range(0, len(values) - 1, 2):
+                even = fma(full(weight[j]), load(values[j] + e), even)
+                odd = fma(full(weight[j + 1]), load(values[j + 1] + e), odd)
+            if len(values) % 2:
+                last = len(values) - 1
+                even = fma(full(weight[last]), load(values[last] + e), even)
             store(at, add(even, odd))
 
 
@@ -134,7 +138,8 @@ def _peak(args, row, head, i, scores, num_bytes):  # type: ignore[no-untyped-def
     """The largest score or log-sum-exp that one query meets."""
     highest = full(_F(-np.inf))
     for at in range(scores, scores + num_bytes, 64):
-        highest = larger(highest, load(at))
+        # in this order what is no number is passed over
+        highest = larger(load(at), highest)
     peak, states = largest_of(highest), args[NUM_ARGUMENTS:]
     return peak_of_states(states, args[NUM_STATES], row, head, i, peak)
 
@@ -152,12 +157,14 @@ def _finish(args, row, head, i, scores, num_bytes, out):  # type: ignore[no-unty
         sink = carray(float32_at(args[SINKS]), (num_q_heads,))[head * args[RATIO] + i]
         peak = larger_of(peak, sink)
     out[:] = _F(0)
+    states, num_states = args[NUM_ARGUMENTS:], args[NUM_STATES]
     if not peak > _F(-np.inf):
+        # what is no number goes on being none
         for at in range(scores, scores + num_bytes, 64):
-            store(at, full(_F(0)))
+            store(at, mul(exp2_of_negative(load(at)), full(_F(0))))
+        add_states(states, num_states, row, head, i, out[: args[VALUE_DIM]], _F(0), _F(0))
         return _F(0)
     total = _weigh(scores, num_bytes, peak)
-    states, num_states = args[NUM_ARGUMENTS:], args[NUM_STATES]
     total = add_states(states, num_states, row, head, i, out[: args[VALUE_DIM]], peak, total)
     if args[SINKS] != 0:
         total += exp_of_negative(sink - peak)
@@ -178,82 +185,88 @@ def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-
 
 
 @njit(**OPTIONS)
-def _score_all(args, keys, stride, slots, following, scores, area, like):  # type: ignore[no-untyped-def]
+def _score_all(args, keys, slots, following, scores, area, like):  # type: ignore[no-untyped-def]
     """Scores of the tokens in some slots; gives where those of others go."""
-    wide, products, width = area + args[AT_KEYS], area + args[AT_PRODUCTS], args[KEY_WIDTH]
+    (rows, stride), dim, width = keys, args[KEY_DIM], args[KEY_WIDTH]
+    wide, products = area + args[AT_KEYS], area + args[AT_PRODUCTS]
+    places = carray(int64_at(area + args[AT_PLACES]), (LANES,))
     for j in range(0, len(slots), LANES):
         some = slots[j : j + LANES]
-        _prefetch_ahead(j, keys, stride, slots, like.itemsize * args[KEY_DIM], following)
-        _widen(keys, stride, some, args[KEY_DIM], wide, width, like)
-        _score(area, args[RATIO], wide, len(some), width, products, scores, args[SCORES_ROW])
+        _prefetch_ahead(j, rows, stride, slots, like.itemsize * dim, following)
+        _find(rows, stride, some, dim, wide, width, places, like)
+        its = places[: len(some)]
+        _score(area, args[RATIO], its, width, products, scores, args[SCORES_ROW])
         scores += 4 * LANES
     return scores
 
 
 @njit(**OPTIONS)
-def _add_all(args, values, stride, slots, following, weights, area, like):  # type: ignore[no-untyped-def]
+def _add_all(args, values, slots, following, weights, area, like):  # type: ignore[no-untyped-def]
     """Adds the weighted values in some slots; gives where the weights of others are."""
-    wide, sums, width = area + args[AT_VALUES], area + args[AT_SUMS], args[VALUE_WIDTH]
+    (rows, stride), dim, width = values, args[VALUE_DIM], args[VALUE_WIDTH]
+    wide, sums = area + args[AT_VALUES], area + args[AT_SUMS]
+    places = carray(int64_at(area + args[AT_PLACES]), (LANES,))
     for j in range(0, len(slots), LANES):
         some = slots[j : j + LANES]
-        _prefetch_ahead(j, values, stride, slots, like.itemsize * args[VALUE_DIM], following)
-        _widen(values, stride, some, args[VALUE_DIM], wide, width, like)
-        _add(sums, args[RATIO], wide, len(some), width, weights, args[SCORES_ROW])
+        _prefetch_ahead(j, rows, stride, slots, like.itemsize * dim, following)
+        _find(rows, stride, some, dim, wide, width, places, like)
+        _add(sums, args[RATIO], places[: len(some)], width, weights, args[SCORES_ROW])
         weights += 4 * LANES
     return weights
 
 
 @njit(**OPTIONS)
-def _segment(args, number, row):  # type: ignore[no-untyped-def]
-    """A segment, and the slots of its tokens: none where the row does not read it."""
+def _segment(args, number, row, head, size):  # type: ignore[no-untyped-def]
+    """Keys, values and slots of a segment's tokens: none where the row does not read it."""
     at = args[SEGMENTS] + 8 * NUM_SEGMENT_ARGUMENTS * number
     segment = carray(int64_at(at), (NUM_SEGMENT_ARGUMENTS,))
     slots = carray(int64_at(segment[SEGMENT_SLOTS]), (segment[SEGMENT_LENGTH],))
     rows = segment[SEGMENT_ROWS]
     if rows != 0 and carray(int64_at(rows), (args[ROWS],))[row] < 0:
         slots = slots[:0]
-    return segment, slots
+    keys = segment[SEGMENT_KEYS] + size * head * segment[SEGMENT_KEYS_HEAD]
+    values = segment[SEGMENT_VALUES] + size * head * segment[SEGMENT_VALUES_HEAD]
+    strides = size * segment[SEGMENT_KEYS_TOKEN], size * segment[SEGMENT_VALUES_TOKEN]
+    return (keys, strides[0]), (values, strides[1]), slots
 
 
 @njit(**OPTIONS)
-def _own(args, unit, like):  # type: ignore[no-untyped-def]
-    """The row and head of a unit; where the row's own tokens lie: keys, values, slots."""
+def _own(args, unit, size):  # type: ignore[no-untyped-def]
+    """Keys, values and slots of the own tokens of the row that a unit is of."""
     row, head = unit // args[HEADS], unit % args[HEADS]
     table = carray(int64_at(args[SLOTS] + 8 * row * args[SLOTS_ROW]), (args[SLOTS_ROW],))
     span = carray(int64_at(args[SPANS] + 16 * row), (2,))
-    keys = args[KEYS] + like.itemsize * head * args[KEYS_HEAD]
-    values = args[VALUES] + like.itemsize * head * args[VALUES_HEAD]
-    return row, head, keys, values, table[span[0] : span[1]]
+    keys = args[KEYS] + size * head * args[KEYS_HEAD]
+    values = args[VALUES] + size * head * args[VALUES_HEAD]
+    strides = size * args[KEYS_SLOT], size * args[VALUES_SLOT]
+    return (keys, strides[0]), (values, strides[1]), table[span[0] : span[1]]
 
 
 @njit(**OPTIONS)
 def _attend_unit(args, unit, next_unit, area, like):  # type: ignore[no-untyped-def]
-    """Attends from the queries of one row and head, while those of the next are fetched."""
+    """Attends from the queries of one row and head, while the next one's keys are fetched."""
+    row, head = unit // args[HEADS], unit % args[HEADS]
     ratio, size, dim = args[RATIO], like.itemsize, args[VALUE_DIM]
     scores, sums, value_width = area + args[AT_SCORES], area + args[AT_SUMS], args[VALUE_WIDTH]
-    row, head, keys, values, slots = _own(args, unit, like)
-    _, _, next_keys, _, next_slots = _own(args, next_unit, like)
-    key_stride, value_stride = size * args[KEYS_SLOT], size * args[VALUES_SLOT]
-    first_values = values, value_stride, slots, size * dim
-    following = next_keys, key_stride, next_slots, size * args[KEY_DIM]
+    keys, values, slots = _own(args, unit, size)
+    next_keys, _, next_slots = _own(args, next_unit, size)
+    then_values = *values, slots, size * dim
+    then_keys = *next_keys, next_slots, size * args[KEY_DIM]
     _take_queries(args, row, head, area, args[KEY_WIDTH], like)
-    end = _score_all(args, keys, key_stride, slots, first_values, scores, area, like)
+    end = _score_all(args, keys, slots, then_values, scores, area, like)
     for number in range(args[NUM_SEGMENTS]):
-        segment, tokens = _segment(args, number, row)
-        keys = segment[SEGMENT_KEYS] + size * head * segment[SEGMENT_KEYS_HEAD]
-        stride = size * segment[SEGMENT_KEYS_TOKEN]
-        end = _score_all(args, keys, stride, tokens, first_values, end, area, like)
+        keys, _, tokens = _segment(args, number, row, head, size)
+        end = _score_all(args, keys, tokens, then_values, end, area, like)
     totals = carray(float32_at(area + args[AT_TOTALS]), (ratio,))
     for i in range(ratio):
         out = carray(float32_at(sums + 4 * value_width * i), (value_width,))
         its_scores = scores + args[SCORES_ROW] * i
         totals[i] = _finish(args, row, head, i, its_scores, end - scores, out)
-    end = _add_all(args, values, value_stride, slots, following, scores, area, like)
+    end = _add_all(args, values, slots, then_keys, scores, area, like)
     for number in range(args[NUM_SEGMENTS]):
-        segment, tokens = _segment(args, number, row)
-        values = segment[SEGMENT_VALUES] + size * head * segment[SEGMENT_VALUES_HEAD]
-        stride = size * segment[SEGMENT_VALUES_TOKEN]
-        end = _add_all(args, values, stride, tokens, following, end, area, like)
+        _, values, tokens = _segment(args, number, row, head, size)
+        _prefetch(*values, tokens[:AHEAD], size * dim)
+        end = _add_all(args, values, tokens, then_keys, end, area, like)
     address = args[OUT] + size * (row * args[HEADS] + head) * ratio * dim
     out = carray(pointer_like(address, like), (ratio, dim))
     for i in range(ratio):

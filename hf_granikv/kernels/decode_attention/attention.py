@@ -81,11 +81,12 @@ class DecodeAttention:
         longest += sum(of_segments)
         self._tokens = np.arange(max(num_segment_tokens, default=0))
         self._tokens_at = _address(self._tokens)
-        # queries; keys and values of as many tokens, and their products; scores, sums, totals
+        # queries; keys and values of as many tokens, their products, where they are; scores, sums,
+        # totals
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
-        parts += [ratio * longest, ratio * value_width, totals]
+        parts += [2 * lanes, ratio * longest, ratio * value_width, totals]
         *places, size = (4 * end for end in accumulate(parts))
-        self._scratch = torch.empty(self._threads * size, dtype=torch.uint8)
+        self._scratch = torch.empty(self._threads * size, dtype=torch.uint8, device="cpu")
         # the order is that of the names in _numba.py
         sizes = [
             *(num_rows, num_kv_heads, ratio, key_dim, value_dim),

@@ -4,4 +4,5 @@ HEADS, RATIO, Q_LEN, QUERIES, KEY_DIM, VALUE_DIM, PIECES, LENGTH = range(8)
 QUERY, QUERY_ROW, QUERY_HEAD, QUERY_TOKEN = range(8, 12)
 KEYS, KEYS_HEAD, KEYS_TOKEN, VALUES, VALUES_HEAD, VALUES_TOKEN = range(12, 18)
 OUT, LSE, SCALE, SCRATCH, SCRATCH_SIZE = range(18, 23)
-# where the parts of a thread's scratch memory begin, behind the queries, comes after
+# from here on each kernel has its own: where the parts of a thread's scratch memory begin, and more
+NUM_COMMON = 23

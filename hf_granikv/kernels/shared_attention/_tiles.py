@@ -42,8 +42,10 @@ if reasons := unsupported_reasons():
 _F = np.float32
 
 # where the parts of a thread's scratch memory begin, behind the queries
-AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL, TILE_CONFIG = range(23, 30)
-NUM_ARGUMENTS = 30
+NUM_ARGUMENTS = field.NUM_COMMON + 7
+AT_SUMS, AT_PEAKS, AT_TOTALS, AT_VALUES, AT_SCORES, AT_TAIL, TILE_CONFIG = range(
+    field.NUM_COMMON, NUM_ARGUMENTS
+)
 
 # a tile has 16 rows of 64 bytes
 TILE = 16

@@ -1,4 +1,4 @@
-"""The compiled `VectorAttention`: a piece of the prefix and a kv head is one unit of work.
+"""The compiled `VectorAttention`: a piece of the prefix, a kv head and some queries are one unit.
 
 Everything lies transposed, one query per lane: scores are `[tokens, queries]`, sums `[dims,
 queries]`. Keys and values are then read as they lie, a number at a time for all queries, and both
@@ -41,23 +41,26 @@ from hf_granikv.kernels.shared_attention import _arguments as field
 _F = np.float32
 
 # where the parts of a thread's scratch memory begin, behind the queries
-AT_SUMS, AT_PEAKS, AT_TOTALS, AT_SHRINKS, AT_SCORES, AT_KEYS, AT_VALUES = range(23, 30)
-NUM_ARGUMENTS = 30
+NUM_ARGUMENTS = field.NUM_COMMON + 7
+AT_SUMS, AT_PEAKS, AT_TOTALS, AT_SHRINKS, AT_SCORES, AT_KEYS, AT_VALUES = range(
+    field.NUM_COMMON, NUM_ARGUMENTS
+)
 
 LANES = 16
 # queries whose products are in registers at once
 PANEL = LANES * NUM_VECTORS
 # tokens whose scores are alive at once
 BLOCK = 32
-# as far ahead keys and values are fetched into the cache
-AHEAD = BLOCK
-# queries by which a block is read at once: their sums stay in a core's cache
+# queries of a unit of work at most: their sums stay in a core's cache
 CHUNK = 384
+# finite, so that it can be taken off
 LOWEST = -3.4e38
 LOG_2 = 0.6931471805599453
 
-_score_1, _score_2, _score_3 = (product(min(n, NUM_VECTORS)) for n in (1, 2, 3))
-_add_1, _add_2, _add_3 = (added_product(min(n, NUM_VECTORS)) for n in (1, 2, 3))
+_score_1, _add_1 = product(1), added_product(1)
+# where a panel is of one vector these are never called, and need not be compiled
+_score_2, _add_2 = (product(2), added_product(2)) if NUM_VECTORS > 1 else (_score_1, _add_1)
+_score_3, _add_3 = (product(3), added_product(3)) if NUM_VECTORS > 1 else (_score_1, _add_1)
 
 
 @njit(**OPTIONS)
@@ -97,10 +100,9 @@ def _weigh(scores, num_tokens, scale, peaks, totals, shrinks):  # type: ignore[n
 @njit(**OPTIONS)
 def _attend_panel(args, number, vectors, keys, values, num_tokens, area, ahead):  # type: ignore[no-untyped-def]
     """Attends from the queries of a panel, so many vectors, to a block."""
-    (keys, key_stride), (values, value_stride), (next_keys, next_values) = keys, values, ahead
     dim, scores, shrinks = args[field.VALUE_DIM], area + args[AT_SCORES], area + args[AT_SHRINKS]
     queries = area + number * STEP * args[field.KEY_DIM]
-    of_keys = keys, key_stride, 4, queries, args[field.KEY_DIM], *next_keys
+    of_keys = *keys, 4, queries, args[field.KEY_DIM], *ahead[0]
     if vectors == 1:
         _score_1(num_tokens, scores, *of_keys)
     elif vectors == 2:
@@ -113,7 +115,7 @@ def _attend_panel(args, number, vectors, keys, values, num_tokens, area, ahead):
         peaks, totals = at + args[AT_PEAKS], at + args[AT_TOTALS]
         _weigh(scores + 64 * v, num_tokens, scale, peaks, totals, shrinks + 64 * v)
     sums = area + args[AT_SUMS] + number * STEP * dim
-    of_values = values, 4, value_stride, scores, num_tokens, *next_values
+    of_values = values[0], 4, values[1], scores, num_tokens, *ahead[1]
     if vectors == 1:
         _add_1(dim, sums, shrinks, *of_values)
     elif vectors == 2:
@@ -135,18 +137,16 @@ def _widened(rows, stride, num_tokens, dim, to, like):  # type: ignore[no-untype
 @njit(**OPTIONS)
 def _attend_block(args, num_queries, keys, values, num_tokens, area, like):  # type: ignore[no-untyped-def]
     """Attends from some queries of a kv head to a block of `num_tokens`."""
-    (key_dim, key_stride), (value_dim, value_stride) = (
-        (args[field.KEY_DIM], args[field.KEYS_TOKEN]),
-        (args[field.VALUE_DIM], args[field.VALUES_TOKEN]),
-    )
-    next_keys, next_values = keys + AHEAD * key_stride, values + AHEAD * value_stride
-    # of one block while another is read: a column of scores is a number of some keys, one of sums a
-    # token, whose values are read some numbers at a time
+    key_dim, key_stride = args[field.KEY_DIM], args[field.KEYS_TOKEN]
+    value_dim, value_stride = args[field.VALUE_DIM], args[field.VALUES_TOKEN]
+    # while a block is read the next one is fetched, as if tokens lay side by side: that of the keys
+    # while keys are multiplied, some tokens and one of their numbers at a time; that of the values
+    # while values are, some of their numbers and one token at a time
     of_keys, of_values = like.itemsize * PRODUCT_ROWS, like.itemsize * ADDED_ROWS
+    next_keys, next_values = keys + BLOCK * key_stride, values + BLOCK * value_stride
     wide_keys = _widened(keys, key_stride, num_tokens, key_dim, area + args[AT_KEYS], like)
-    wide_values = _widened(
-        values, value_stride, num_tokens, value_dim, area + args[AT_VALUES], like
-    )
+    at = area + args[AT_VALUES]
+    wide_values = _widened(values, value_stride, num_tokens, value_dim, at, like)
     vectors = (num_queries + LANES - 1) // LANES
     for number in range((vectors + NUM_VECTORS - 1) // NUM_VECTORS):
         ahead = (next_keys, of_keys), (next_values, of_values)
@@ -157,14 +157,14 @@ def _attend_block(args, num_queries, keys, values, num_tokens, area, like):  # t
 
 
 @njit(**OPTIONS)
-def _finish(args, unit, first, num_queries, area):  # type: ignore[no-untyped-def]
-    """Divides the sums by the totals, and writes what one unit found."""
+def _finish(args, result, first, num_queries, area):  # type: ignore[no-untyped-def]
+    """Divides the sums by the totals, and writes them where a piece's and head's results are."""
     dim, panels = args[field.VALUE_DIM], (num_queries + PANEL - 1) // PANEL
     scale = abs(carray(float32_at(args[field.SCALE]), (1,))[0])
     sums = carray(float32_at(area + args[AT_SUMS]), (panels, dim, PANEL))
     peaks = carray(float32_at(area + args[AT_PEAKS]), (num_queries,))
     totals = carray(float32_at(area + args[AT_TOTALS]), (num_queries,))
-    at = 4 * (unit * args[field.QUERIES] + first)
+    at = 4 * (result * args[field.QUERIES] + first)
     out = carray(float32_at(args[field.OUT] + at * dim), (num_queries, dim))
     lse = carray(float32_at(args[field.LSE] + at), (num_queries,))
     for i in range(num_queries):
@@ -175,39 +175,37 @@ def _finish(args, unit, first, num_queries, area):  # type: ignore[no-untyped-de
 
 
 @njit(**OPTIONS)
-def _attend_unit(args, unit, area, like):  # type: ignore[no-untyped-def]
-    """Attends from all queries of a kv head to a piece, some queries at a time."""
-    head, piece, pieces = unit % args[field.HEADS], unit // args[field.HEADS], args[field.PIECES]
-    num_blocks = (args[field.LENGTH] + BLOCK - 1) // BLOCK
+def _attend_unit(args, piece, head, first, area, like):  # type: ignore[no-untyped-def]
+    """Attends from up to `CHUNK` queries of a kv head to a piece."""
+    num_blocks, pieces = (args[field.LENGTH] + BLOCK - 1) // BLOCK, args[field.PIECES]
     start = num_blocks * piece // pieces * BLOCK
     stop = min(num_blocks * (piece + 1) // pieces * BLOCK, args[field.LENGTH])
-    keys, values = (
-        args[field.KEYS] + head * args[field.KEYS_HEAD],
-        args[field.VALUES] + head * args[field.VALUES_HEAD],
-    )
-    for first in range(0, args[field.QUERIES], CHUNK):
-        num_queries = min(CHUNK, args[field.QUERIES] - first)
-        panels = (num_queries + PANEL - 1) // PANEL
-        _pack_queries(args, head, first, num_queries, area, like)
-        for at in range(0, panels * STEP * args[field.VALUE_DIM], 64):
-            store(area + args[AT_SUMS] + at, full(_F(0)))
-        for at in range(0, panels * STEP, 64):
-            store(area + args[AT_PEAKS] + at, full(_F(LOWEST)))
-            store(area + args[AT_TOTALS] + at, full(_F(0)))
-        for token in range(start, stop, BLOCK):
-            at, num_tokens = keys + token * args[field.KEYS_TOKEN], min(BLOCK, stop - token)
-            of_values = values + token * args[field.VALUES_TOKEN]
-            _attend_block(args, num_queries, at, of_values, num_tokens, area, like)
-        _finish(args, unit, first, num_queries, area)
+    num_queries = min(CHUNK, args[field.QUERIES] - first)
+    panels = (num_queries + PANEL - 1) // PANEL
+    _pack_queries(args, head, first, num_queries, area, like)
+    for at in range(0, panels * STEP * args[field.VALUE_DIM], 64):
+        store(area + args[AT_SUMS] + at, full(_F(0)))
+    for at in range(0, panels * STEP, 64):
+        store(area + args[AT_PEAKS] + at, full(_F(LOWEST)))
+        store(area + args[AT_TOTALS] + at, full(_F(0)))
+    for token in range(start, stop, BLOCK):
+        keys = args[field.KEYS] + head * args[field.KEYS_HEAD] + token * args[field.KEYS_TOKEN]
+        values = args[field.VALUES] + head * args[field.VALUES_HEAD]
+        values += token * args[field.VALUES_TOKEN]
+        _attend_block(args, num_queries, keys, values, min(BLOCK, stop - token), area, like)
+    _finish(args, piece * args[field.HEADS] + head, first, num_queries, area)
 
 
 @njit(**OPTIONS)
 def _attend(args, like):  # type: ignore[no-untyped-def]
-    """Does the share of one thread; units are ordered as the results: by piece, then by head."""
-    thread, first, stop = share_of(args[field.HEADS] * args[field.PIECES])
+    """Does the share of one thread."""
+    heads, chunks = args[field.HEADS], (args[field.QUERIES] + CHUNK - 1) // CHUNK
+    thread, first, stop = share_of(args[field.PIECES] * heads * chunks)
     area = args[field.SCRATCH] + thread * args[field.SCRATCH_SIZE]
     for unit in range(first, stop):
-        _attend_unit(args, unit, area, like)
+        # as the results are ordered: by piece, head, query
+        piece, head = unit // (heads * chunks), unit // chunks % heads
+        _attend_unit(args, piece, head, unit % chunks * CHUNK, area, like)
 
 
 @c_function

@@ -17,7 +17,7 @@ _MIN_PIECE = 256
 
 
 class CompiledAttention(ABC):
-    """Attends from all rows to a shared prefix, each key and value read once.
+    """Attends from all rows to a shared prefix, each key and value read once for many queries.
 
     Made once for a step and run in each layer.
 
@@ -48,23 +48,25 @@ class CompiledAttention(ABC):
         (rows, num_q_heads, q_len, key_dim), (heads, length, value_dim) = query.shape, values.shape
         ratio = num_q_heads // heads
         num_queries, threads = rows * ratio * q_len, torch.get_num_threads()
-        pieces = cpu.num_pieces(heads, length, _MIN_PIECE)
+        units = heads * self._num_chunks(num_queries)
+        # some threads doing one more unit than others is no matter where all do many
+        pieces = 1 if units >= 8 * threads else cpu.num_pieces(units, length, _MIN_PIECE)
         out = query.new_empty((pieces, heads, num_queries, value_dim), dtype=torch.float32)
         lse = query.new_empty((pieces, heads, num_queries), dtype=torch.float32)
         self.states = PackedStates(out, lse)
-        self._threads = min(threads, heads * pieces)
+        self._threads = min(threads, units * pieces)
         kernel = compiled.load(self.module)
         more, size = self._scratch(kernel, num_queries, key_dim, value_dim)
         # what the addresses below point to
-        self._memory = torch.empty(self._threads * size, dtype=torch.uint8)
-        self._factor = np.array([scale], dtype=np.float32)
+        self._memory = torch.empty(self._threads * size, dtype=torch.uint8, device="cpu")
+        self._scale = np.array([scale], dtype=np.float32)
         dtype = str(query.dtype).removeprefix("torch.")
         self._task: int = getattr(kernel, f"attend_{dtype}").address
-        self._itemsize = query.itemsize
+        self._itemsize, self._shapes = query.itemsize, (query.shape, keys.shape, values.shape)
         self._of_layer = slice(_arguments.QUERY, _arguments.OUT)
         # the order is that of the names in _arguments.py
         sizes = [heads, ratio, q_len, num_queries, key_dim, value_dim, pieces, length]
-        addresses = [out.data_ptr(), lse.data_ptr(), self._factor.ctypes.data]
+        addresses = [out.data_ptr(), lse.data_ptr(), self._scale.ctypes.data]
         addresses += [self._memory.data_ptr(), size]
         of_layer = [0] * (_arguments.OUT - _arguments.QUERY)
         self._numbers = array("q", [*sizes, *of_layer, *addresses, *more])
@@ -75,8 +77,13 @@ class CompiledAttention(ABC):
         """Gives what this machine lacks; where nothing, it can run."""
 
     @staticmethod
+    def _num_chunks(num_queries: int) -> int:
+        """In how many parts the queries of a kv head are worked on, by whichever thread."""
+        return 1
+
+    @staticmethod
     @abstractmethod
-    def of_these(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+    def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
         """Gives what about tensors of these sizes it cannot do."""
 
     @staticmethod
@@ -94,6 +101,7 @@ class CompiledAttention(ABC):
             keys: `[num_kv_heads, prefix_len, head_dim]`, any strides but over the last dimension.
             values: `[num_kv_heads, prefix_len, value_dim]`, likewise.
         """
+        assert (query.shape, keys.shape, values.shape) == self._shapes
         if query.stride(3) != 1:
             query = query.contiguous()
         size, (row, head, token, _) = self._itemsize, query.stride()

@@ -15,7 +15,7 @@ _TILES = "hf_granikv.kernels._numba_tiles"
 
 
 class TiledAttention(CompiledAttention):
-    """Weights are rounded to bfloat16, sums are in float32."""
+    """Attends in AMX tiles; weights are rounded to bfloat16, sums are in float32."""
 
     name: ClassVar[str] = "AMX tiles"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
@@ -37,7 +37,7 @@ class TiledAttention(CompiledAttention):
         return (kernel,) if isinstance(kernel, str) else ()
 
     @staticmethod
-    def of_these(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+    def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
         """Gives what about these sizes it cannot do."""
         if keys.shape[2] % 32 or values.shape[2] % 64:
             return ["it takes keys of 32, 64, ... numbers, values of 64, 128, ..."]

@@ -12,7 +12,7 @@ from hf_granikv.kernels.shared_attention.reference import gemm_shared_attention
 _BOUNDS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 _HEADS, _RATIO, _Q_LEN, _SCALE = 3, 2, 3, 0.1
 # rows; of a prefix in one piece and in several, none of whole blocks; of keys and of values
-_SIZES = ((1, 67, 64, 64), (3, 67, 64, 64), (6, 67, 64, 64), (11, 531, 96, 128))
+_SIZES = ((1, 67, 64, 64), (3, 67, 64, 64), (6, 67, 64, 64), (11, 531, 96, 128), (65, 33, 32, 64))
 
 
 def largest_error(kernel: type[CompiledAttention]) -> float:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from hf_granikv.kernels import compiled
 from hf_granikv.kernels.shared_attention.compiled_attention import CompiledAttention, ends
-from hf_granikv.processor import has_tiles
+from hf_granikv.processor import has_fast_matmul
 
 
 class VectorAttention(CompiledAttention):
-    """Products and sums are in float32."""
+    """Attends in vector registers; products and sums are in float32."""
 
     name: ClassVar[str] = "vector registers"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
@@ -25,16 +25,20 @@ class VectorAttention(CompiledAttention):
         return (kernel,) if isinstance(kernel, str) else ()
 
     @staticmethod
-    def of_these(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+    def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
         """Gives what about these sizes it cannot do as fast as torch."""
         reasons = []
-        if query.dtype == torch.bfloat16 and has_tiles():
-            reasons.append("torch multiplies bfloat16 in AMX tiles here")
+        if query.dtype == torch.bfloat16 and has_fast_matmul(torch.bfloat16):
+            reasons.append("torch multiplies bfloat16 in hardware here")
         rows, num_q_heads, q_len, key_dim = query.shape
         # most lanes would be empty; measured with 64 and 128 numbers a head, by AVX2 and AVX-512
         if rows * num_q_heads * q_len * 32 <= keys.shape[0] * key_dim:
             reasons.append("it is for more queries of a head")
         return reasons
+
+    @staticmethod
+    def _num_chunks(num_queries: int) -> int:
+        return -(-num_queries // compiled.load(VectorAttention.module).CHUNK)
 
     @staticmethod
     @cache
