@@ -223,6 +223,21 @@ def test_what_is_no_number_stays_none(dtype, where):
 
 
 @dtypes
+@pytest.mark.parametrize("dim", [20, 64])
+def test_nothing_beside_a_rows_own_tokens_counts(dtype, dim):
+    rows = Rows(dtype, dim=dim)
+    others = torch.ones(NUM_SLOTS, dtype=torch.bool)
+    others[torch.from_numpy(rows.slots[rows.slots >= 0])] = False
+    for storage in rows.storages:
+        storage[:, others] = torch.nan
+
+    out = rows.attend()
+
+    for row in (0, 1, 2, 4):
+        rows.check(out, row)
+
+
+@dtypes
 def test_a_query_that_is_no_number_and_has_no_prefix_stays_none(dtype):
     rows = Rows(dtype)
     rows.query[2] = torch.nan

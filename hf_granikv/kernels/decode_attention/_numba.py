@@ -138,8 +138,7 @@ def _peak(args, row, head, i, scores, num_bytes):  # type: ignore[no-untyped-def
     """The largest score or log-sum-exp that one query meets."""
     highest = full(_F(-np.inf))
     for at in range(scores, scores + num_bytes, 64):
-        # in this order what is no number is passed over
-        highest = larger(load(at), highest)
+        highest = larger(highest, load(at))
     peak, states = largest_of(highest), args[NUM_ARGUMENTS:]
     return peak_of_states(states, args[NUM_STATES], row, head, i, peak)
 
