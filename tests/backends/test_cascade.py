@@ -45,14 +45,6 @@ def test_bfloat16_is_where_there_are_no_tiles_and_says_why(monkeypatch):
     is_right(*draw(torch.bfloat16))
 
 
-@needs_vectors
-def test_a_few_queries_are_left_to_torch():
-    tensors = draw(torch.float32, rows=1, head_dim=64)
-
-    assert CASCADE.kernel(*tensors) == "not in vector registers (it is for more queries of a head)"
-    is_right(*tensors)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_that_err_on_this_cpu_are_not_used(monkeypatch, dtype):
     monkeypatch.setattr(compiled, "fault", lambda module, trial: "it errs here")

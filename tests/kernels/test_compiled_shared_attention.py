@@ -227,17 +227,6 @@ def test_tiles_want_whole_tiles():
 
 
 @no_vectors
-@pytest.mark.parametrize(
-    ("rows", "head_dim", "is_enough"), [(1, 64, False), (2, 64, True), (2, 128, False)]
-)
-def test_vectors_are_for_more_than_a_few_queries(rows, head_dim, is_enough):
-    tensors = draw(rows, 4, 2, 1, 100, head_dim, dtype=torch.float32)
-
-    assert reasons_of(VectorAttention, *tensors) == (
-        "" if is_enough else "it is for more queries of a head"
-    )
-
-
 def test_where_torch_multiplies_bfloat16_fast_it_is_left_to_it(monkeypatch):
     monkeypatch.setattr(vectors, "has_fast_matmul", lambda dtype: True)
     query, *stored = draw(20, 4, 2, 1, 100, 40, dtype=torch.bfloat16)

@@ -27,14 +27,9 @@ class VectorAttention(CompiledAttention):
     @staticmethod
     def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
         """Gives what about these sizes it cannot do as fast as torch."""
-        reasons = []
         if query.dtype == torch.bfloat16 and has_fast_matmul(torch.bfloat16):
-            reasons.append("torch multiplies bfloat16 in hardware here")
-        rows, num_q_heads, q_len, key_dim = query.shape
-        # most lanes would be empty; measured with 64 and 128 numbers a head, by AVX2 and AVX-512
-        if rows * num_q_heads * q_len * 32 <= keys.shape[0] * key_dim:
-            reasons.append("it is for more queries of a head")
-        return reasons
+            return ["torch multiplies bfloat16 in hardware here"]
+        return []
 
     @staticmethod
     def _num_chunks(num_queries: int) -> int:
