@@ -64,8 +64,9 @@ def product(num_vectors: int) -> Any:
     """A function that multiplies a matrix, read number by number, by one that is read in vectors.
 
     Returns:
-        A function of the left matrix's rows, where the product goes, whose rows are `STEP` apart,
-        and `_Operands`, of which what is to be fetched is by `PRODUCT_ROWS` of the left matrix.
+        A function of how many rows the left matrix has, of where the product goes, whose rows are
+        `STEP` apart, and of the fields of `_Operands`. For every `PRODUCT_ROWS` rows it fetches the
+        next `count * of_ahead` bytes.
     """
     several, one = _rows(PRODUCT_ROWS, num_vectors), _rows(1, num_vectors)
 
@@ -85,9 +86,9 @@ def product(num_vectors: int) -> Any:
 
 
 def added_product(num_vectors: int) -> Any:
-    """As `product`, added to what is there times factors, vectors at an address after `to`.
+    """As `product`, added to what is there times factors, which are vectors at an address after `to`.
 
-    It has `ADDED_ROWS` for `PRODUCT_ROWS`.
+    It goes by `ADDED_ROWS` where that goes by `PRODUCT_ROWS`.
     """
     several, one = _added_rows(ADDED_ROWS, num_vectors), _added_rows(1, num_vectors)
 

@@ -35,7 +35,8 @@ class ColdPool(SlotRows):
 
     def __init__(self, num_layers: int, *, limit: int | None = None) -> None:
         super().__init__(num_layers, limit=limit)
-        self._gather_indices: dict[torch.device, Tensor] = {}
+        # on each device: the slots of all rows and columns, and which of these are pads
+        self._gather_indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
         # per layer, keys and values as [num_rows, num_kv_heads, stride, head_dim] while rows are runs
         self._run_views: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
 
@@ -233,15 +234,21 @@ class ColdPool(SlotRows):
     def _gathered(self, layer_idx: int) -> KeysAndValues:
         storages = self._storage.written(layer_idx)
         device, size = storages[0].device, (self.table.num_rows, self.table.max_length)
-        index = self._gather_indices.get(device)
-        if index is None:
-            # slots of no one read slot 0: finite, and masked by whoever reads
-            padded = np.maximum(self.table.padded(), 0).reshape(-1)
-            index = self._gather_indices[device] = torch.from_numpy(padded).to(device)
-        keys, values = (
-            t.index_select(1, index).unflatten(1, size).transpose(0, 1) for t in storages
+        if device not in self._gather_indices:
+            padded = self.table.padded().reshape(-1)
+            slots, pads = np.maximum(padded, 0), np.flatnonzero(padded < 0)
+            on_device = [torch.from_numpy(t).to(device) for t in (slots, pads)]
+            self._gather_indices[device] = on_device[0], on_device[1]
+        index, hidden = self._gather_indices[device]
+        keys, values = (t.index_select(1, index) for t in storages)
+        if len(hidden):
+            # masked by whoever reads; 0, since what another row holds need not be a number
+            keys.index_fill_(1, hidden, 0)
+            values.index_fill_(1, hidden, 0)
+        return (
+            keys.unflatten(1, size).transpose(0, 1),
+            values.unflatten(1, size).transpose(0, 1),
         )
-        return keys, values
 
     def _forget_views(self) -> None:
         self._gather_indices = {}

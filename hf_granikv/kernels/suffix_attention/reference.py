@@ -51,7 +51,8 @@ def suffix_attention(
     Args:
         query: `[rows, num_q_heads, q_len, head_dim]`, any strides.
         keys: `[rows, num_kv_heads, kv_len, head_dim]`, any strides, stride 0 over rows included;
-            never copied on a CPU. Hidden keys and values may hold anything finite.
+            never copied on a CPU, unless a hidden one is no number. On other devices those have to be
+            numbers.
         values: `[rows, num_kv_heads, kv_len, value_dim]`; not fused unless as wide as keys.
         scale: Factor on the scores.
         mask: `[rows or 1, 1, q_len, kv_len]` bool, True where a query sees a key, or what
@@ -62,13 +63,30 @@ def suffix_attention(
         out `[rows, num_q_heads, q_len, value_dim]` and lse `[rows, num_q_heads, q_len]`, any
         strides; `(0, -inf)` for a query that sees no key.
     """
-    num_q_heads, q_len = query.shape[1:3]
-    num_kv_heads, kv_len = keys.shape[1:3]
-    if kv_len == 0:
+    if keys.shape[2] == 0:
         out = query.new_zeros((*query.shape[:-1], values.shape[-1]), dtype=torch.float32)
         return AttentionState(out, out.new_full(out.shape[:3], -torch.inf))
     if isinstance(mask, Tensor):
         mask = prepare_mask(mask, query.dtype)
+    state = _attend_suffix(query, keys, values, scale, mask, softcap)
+    if mask is None or not query.is_cpu or not bool(state.out.isnan().any()):
+        return state
+    # the weight of a hidden key is 0, but not its share where the key or value is no number
+    hidden = mask.bias.isneginf().all(2, keepdim=True).mT
+    keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
+    return _attend_suffix(query, keys, values, scale, mask, softcap)
+
+
+def _attend_suffix(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    mask: SuffixMask | None,
+    softcap: float | None,
+) -> AttentionState:
+    num_q_heads, q_len = query.shape[1:3]
+    num_kv_heads = keys.shape[1]
     bias = None if mask is None else mask.bias
     gqa_ratio = num_q_heads // num_kv_heads
     is_fused = query.is_cpu and softcap is None and query.shape[-1] == values.shape[-1]
