@@ -135,6 +135,17 @@ def test_pads_own_no_slot() -> None:
     held.check()
 
 
+def test_pads_are_read_as_zeros_whatever_other_rows_hold() -> None:
+    held = pool_of(5, 1, 1000)
+    for storage in held.pool.storage(0) or ():
+        storage[:, held.pool.table.row(0)] = torch.nan
+
+    for read in held.pool.read(0):
+        assert read[0, :, :5].isnan().all()
+        assert read[1, :, 1:].eq(0).all()
+        assert read[1:].isfinite().all()
+
+
 def test_one_long_row_does_not_make_the_others_hold_its_length() -> None:
     held = pool_of(1000, 1, 1, 1, 1, 1, 1, 1)
     held.check()
