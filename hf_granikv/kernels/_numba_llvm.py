@@ -6,6 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, register_model
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -59,6 +60,11 @@ def llvm_intrinsic(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], A
         return intrinsic(takers[len(kinds)])
 
     return of
+
+
+def cpu_features() -> list[str]:
+    """What the CPU has that numba compiles for, such as `+avx2`."""
+    return cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
 def splat(kind: Any, value: float) -> Any:

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit
-from numba.core.registry import cpu_target
 
 from hf_granikv.kernels._numba_llvm import (
     ADDRESS,
@@ -14,6 +13,7 @@ from hf_granikv.kernels._numba_llvm import (
     I64,
     NONE,
     broadcast,
+    cpu_features,
     fetch,
     fused,
     llvm_intrinsic,
@@ -24,9 +24,8 @@ from hf_granikv.kernels._numba_llvm import (
 )
 from hf_granikv.kernels._numba_types import OPTIONS
 
-_features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 # rows by vectors of 16 whose sums fit the registers: 32 of 16 numbers each, or 16 of 8
-ADDED_ROWS, NUM_VECTORS = (8, 3) if "+avx512f" in _features else (4, 1)
+ADDED_ROWS, NUM_VECTORS = (8, 3) if "+avx512f" in cpu_features() else (4, 1)
 # two sums for each, of every second column: rounded less, as where a product runs along vectors
 NUM_CHAINS = 2
 PRODUCT_ROWS = ADDED_ROWS // NUM_CHAINS
@@ -65,71 +64,52 @@ def product(num_vectors: int) -> Any:
 
     Returns:
         A function of how many rows the left matrix has, of where the product goes, whose rows are
-        `STEP` apart, and of the fields of `_Operands`. For every `PRODUCT_ROWS` rows it fetches the
-        next `count * of_ahead` bytes.
+        `STEP` apart, of an address that it does not use, and of the fields of `_Operands`. For
+        every `PRODUCT_ROWS` rows it fetches the next `count * of_ahead` bytes.
     """
-    several, one = _rows(PRODUCT_ROWS, num_vectors), _rows(1, num_vectors)
-
-    @njit(**OPTIONS)
-    def multiply(rows, to, left, of_row, of_column, right, count, ahead, of_ahead):  # type: ignore[no-untyped-def]
-        for _ in range(rows // PRODUCT_ROWS):
-            several(left, of_row, of_column, right, count, ahead, of_ahead, to)
-            left += PRODUCT_ROWS * of_row
-            to += PRODUCT_ROWS * STEP
-            ahead += count * of_ahead
-        for _ in range(rows % PRODUCT_ROWS):
-            one(left, of_row, of_column, right, count, ahead, 0, to)
-            left += of_row
-            to += STEP
-
-    return multiply
+    return _by_rows(PRODUCT_ROWS, num_vectors, is_added=False)
 
 
 def added_product(num_vectors: int) -> Any:
-    """As `product`, added to what is there times factors, which are vectors at an address after `to`.
+    """As `product`, added to what is there times factors, which are vectors at the third address.
 
     It goes by `ADDED_ROWS` where that goes by `PRODUCT_ROWS`.
     """
-    several, one = _added_rows(ADDED_ROWS, num_vectors), _added_rows(1, num_vectors)
+    return _by_rows(ADDED_ROWS, num_vectors, is_added=True)
+
+
+def _by_rows(num_rows: int, num_vectors: int, *, is_added: bool) -> Any:
+    several, one = (_rows(num, num_vectors, is_added=is_added) for num in (num_rows, 1))
 
     @njit(**OPTIONS)
     def multiply(rows, to, factors, left, of_row, of_column, right, count, ahead, of_ahead):  # type: ignore[no-untyped-def]
-        for _ in range(rows // ADDED_ROWS):
-            several(left, of_row, of_column, right, count, ahead, of_ahead, to, factors)
-            left += ADDED_ROWS * of_row
-            to += ADDED_ROWS * STEP
+        for _ in range(rows // num_rows):
+            several(to, factors, left, of_row, of_column, right, count, ahead, of_ahead)
+            left += num_rows * of_row
+            to += num_rows * STEP
             ahead += count * of_ahead
-        for _ in range(rows % ADDED_ROWS):
-            one(left, of_row, of_column, right, count, ahead, 0, to, factors)
+        for _ in range(rows % num_rows):
+            one(to, factors, left, of_row, of_column, right, count, ahead, 0)
             left += of_row
             to += STEP
 
     return multiply
 
 
-def _rows(num_rows: int, num_vectors: int) -> Any:
-    @llvm_intrinsic(NONE, *_OPERANDS, ADDRESS)
-    def multiply(builder: Any, *args: Any) -> None:
-        *operands, to = args
-        zeros = [splat(FLOATS, 0.0)] * (num_rows * num_vectors)
-        sums = _summed(builder, _Operands(*operands), zeros, num_vectors, NUM_CHAINS)
-        for total, place in zip(sums, _places(builder, to, num_rows, num_vectors), strict=True):
-            write(builder, total, place)
-
-    return multiply
-
-
-def _added_rows(num_rows: int, num_vectors: int) -> Any:
-    @llvm_intrinsic(NONE, *_OPERANDS, ADDRESS, ADDRESS)
-    def multiply(builder: Any, *args: Any) -> None:
-        *operands, to, factors = args
+def _rows(num_rows: int, num_vectors: int, *, is_added: bool) -> Any:
+    @llvm_intrinsic(NONE, ADDRESS, ADDRESS, *_OPERANDS)
+    def multiply(builder: Any, to: Any, factors: Any, *operands: Any) -> None:
         places = _places(builder, to, num_rows, num_vectors)
-        by = [read(builder, at, FLOATS) for at in _places(builder, factors, 1, num_vectors)]
-        before = [
-            builder.fmul(read(builder, place, FLOATS), by[i % num_vectors], flags=FAST)
-            for i, place in enumerate(places)
-        ]
-        sums = _summed(builder, _Operands(*operands), before, num_vectors, 1)
+        before, num_chains = [splat(FLOATS, 0.0)] * len(places), NUM_CHAINS
+        if is_added:
+            by = [read(builder, at, FLOATS) for at in _places(builder, factors, 1, num_vectors)]
+            there = (read(builder, place, FLOATS) for place in places)
+            before = [
+                builder.fmul(value, by[i % num_vectors], flags=FAST)
+                for i, value in enumerate(there)
+            ]
+            num_chains = 1
+        sums = _summed(builder, _Operands(*operands), before, num_vectors, num_chains)
         for total, place in zip(sums, places, strict=True):
             write(builder, total, place)
 

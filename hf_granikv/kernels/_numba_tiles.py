@@ -5,7 +5,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.registry import cpu_target
 
 from hf_granikv.kernels._numba_llvm import (
     ADDRESS,
@@ -20,6 +19,7 @@ from hf_granikv.kernels._numba_llvm import (
     SHORTS,
     VECTOR,
     call,
+    cpu_features,
     llvm_intrinsic,
     pointer,
     read,
@@ -34,7 +34,7 @@ _NEEDS = ("avx512f", "avx512bw", "amx-tile", "amx-bf16")
 @cache
 def unsupported_reasons() -> list[str]:
     """Gives what numba's code for this CPU lacks; LLVM ends the process that asks for it."""
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    features = cpu_features()
     return [f"this CPU has no {name}" for name in _NEEDS if f"+{name}" not in features]
 
 

@@ -46,7 +46,7 @@ def unsupported_reasons(
         reasons.append("there is no key")
     if not query.numel():
         reasons.append("there is no query")
-    reasons += kernel.unsupported_sizes(*tensors)
+    reasons += kernel.reasons_against(*tensors)
     if not reasons and (fault := compiled.fault(kernel.module, _TRIALS[kernel])):
         reasons.append(fault)
     return reasons

@@ -104,11 +104,11 @@ def _attend_panel(args, number, vectors, keys, values, num_tokens, area, ahead):
     queries = area + number * STEP * args[field.KEY_DIM]
     of_keys = *keys, 4, queries, args[field.KEY_DIM], *ahead[0]
     if vectors == 1:
-        _score_1(num_tokens, scores, *of_keys)
+        _score_1(num_tokens, scores, 0, *of_keys)
     elif vectors == 2:
-        _score_2(num_tokens, scores, *of_keys)
+        _score_2(num_tokens, scores, 0, *of_keys)
     else:
-        _score_3(num_tokens, scores, *of_keys)
+        _score_3(num_tokens, scores, 0, *of_keys)
     scale = abs(carray(float32_at(args[field.SCALE]), (1,))[0])
     for v in range(vectors):
         at = area + number * STEP + 64 * v

@@ -71,10 +71,11 @@ class CompiledAttention(ABC):
         of_layer = [0] * (_arguments.OUT - _arguments.QUERY)
         self._numbers = array("q", [*sizes, *of_layer, *addresses, *more])
 
-    @staticmethod
-    @abstractmethod
-    def missing() -> tuple[str, ...]:
+    @classmethod
+    def missing(cls) -> tuple[str, ...]:
         """Gives what this machine lacks; where nothing, it can run."""
+        kernel = compiled.load(cls.module)
+        return (kernel,) if isinstance(kernel, str) else ()
 
     @staticmethod
     def _num_chunks(num_queries: int) -> int:
@@ -83,8 +84,8 @@ class CompiledAttention(ABC):
 
     @staticmethod
     @abstractmethod
-    def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
-        """Gives what about tensors of these sizes it cannot do."""
+    def reasons_against(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+        """Gives why it should not serve these tensors, which are of its dtypes and on a CPU."""
 
     @staticmethod
     @abstractmethod

@@ -21,9 +21,9 @@ class TiledAttention(CompiledAttention):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)
     module: ClassVar[str] = "hf_granikv.kernels.shared_attention._tiles"
 
-    @staticmethod
+    @classmethod
     @cache
-    def missing() -> tuple[str, ...]:
+    def missing(cls) -> tuple[str, ...]:
         """Gives what this CPU, this installation or the system lacks; where nothing, it can run."""
         tiles = compiled.load(_TILES)
         if isinstance(tiles, str):
@@ -33,12 +33,11 @@ class TiledAttention(CompiledAttention):
         # Linux gives no process tiles unasked
         if not getattr(torch.cpu, "_init_amx", lambda: False)():
             return ("torch cannot ask the system for AMX tiles",)
-        kernel = compiled.load(TiledAttention.module)
-        return (kernel,) if isinstance(kernel, str) else ()
+        return super().missing()
 
     @staticmethod
-    def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
-        """Gives what about these sizes it cannot do."""
+    def reasons_against(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+        """Refuses heads that do not fill tiles."""
         if keys.shape[2] % 32 or values.shape[2] % 64:
             return ["it takes keys of 32, 64, ... numbers, values of 64, 128, ..."]
         return []

@@ -19,14 +19,8 @@ class VectorAttention(CompiledAttention):
     module: ClassVar[str] = "hf_granikv.kernels.shared_attention._vectors"
 
     @staticmethod
-    def missing() -> tuple[str, ...]:
-        """Gives what this installation lacks; where nothing, it can run."""
-        kernel = compiled.load(VectorAttention.module)
-        return (kernel,) if isinstance(kernel, str) else ()
-
-    @staticmethod
-    def unsupported_sizes(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
-        """Gives what about these sizes it cannot do as fast as torch."""
+    def reasons_against(query: Tensor, keys: Tensor, values: Tensor) -> list[str]:
+        """Leaves bfloat16 to torch where that is faster."""
         if query.dtype == torch.bfloat16 and has_fast_matmul(torch.bfloat16):
             return ["torch multiplies bfloat16 in hardware here"]
         return []
