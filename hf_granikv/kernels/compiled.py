@@ -26,8 +26,10 @@ _NUMBA = (0, 62)
 
 # an environment variable: 0 leaves everything to torch
 SWITCH = "HF_GRANIKV_COMPILED"
-# the names under which compiled code asks for the number of its thread, and how many there are
+# the names under which compiled code asks for the number of its thread, and how many there are, and
+# waits for them
 THREAD_NUM, NUM_THREADS = "hf_granikv_thread_num", "hf_granikv_num_threads"
+BARRIER = "hf_granikv_barrier"
 
 
 @cache
@@ -108,7 +110,11 @@ def register_symbols() -> None:
 
     openmp = _openmp()
     assert openmp is not None, "load says so"
-    functions = {THREAD_NUM: openmp.omp_get_thread_num, NUM_THREADS: openmp.omp_get_num_threads}
+    functions = {
+        THREAD_NUM: openmp.omp_get_thread_num,
+        NUM_THREADS: openmp.omp_get_num_threads,
+        BARRIER: openmp.GOMP_barrier,
+    }
     for name, function in functions.items():
         binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
 

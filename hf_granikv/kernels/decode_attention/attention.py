@@ -11,11 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.kernels import compiled
+from hf_granikv.kernels.decode_attention import _arguments as field
 from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
 from hf_granikv.views import PrivateTokens
 
 MODULE = "hf_granikv.kernels.decode_attention._numba"
 DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
+
+_OF_LAYER = slice(field.KEYS, field.NUM_STATES)
+# tokens that are worth a thread's while
+_PIECE = 64
 
 
 class Place(NamedTuple):
@@ -59,43 +64,43 @@ class DecodeAttention:
         num_rows, num_q_heads, _, key_dim = query.shape
         num_kv_heads, value_dim = values.shape[0], values.shape[2]
         self._shape = (num_rows, 1, num_q_heads, value_dim)
-        self._threads = min(torch.get_num_threads(), num_rows * num_kv_heads)
         # what the addresses below point to
         self._slots, self._spans = private.slots, spans
         self._scale = np.array([scale], dtype=np.float32)
         kernel = compiled.load(MODULE)
         self._task: int = getattr(kernel, DTYPES[query.dtype]).address
-        self._query, self._out = kernel.QUERY, kernel.OUT
-        self._of_layer = slice(kernel.KEYS, kernel.NUM_STATES)
         self._query_strides: tuple[int, ...] = ()
         self._states: list[GroupStates] = []
-        ratio, lanes = num_q_heads // num_kv_heads, kernel.LANES
+        ratio, lanes, lengths = num_q_heads // num_kv_heads, kernel.LANES, spans[:, 1] - spans[:, 0]
         # whole vectors
         key_width, value_width, longest, totals, *of_segments = (
             -(-size // lanes) * lanes
             for size in (
-                *(key_dim, value_dim, int((spans[:, 1] - spans[:, 0]).max(initial=0)), ratio),
+                *(key_dim, value_dim, int(lengths.max(initial=0)), ratio),
                 *num_segment_tokens,
             )
         )
         longest += sum(of_segments)
         self._tokens = np.arange(max(num_segment_tokens, default=0))
         self._tokens_at = _address(self._tokens)
-        # queries; keys and values of as many tokens, their products, where they are; scores, sums,
-        # totals
+        threads = torch.get_num_threads()
+        num_read = int(lengths.sum()) + num_rows * sum(num_segment_tokens)
+        self._threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
+        # queries; keys and values of as many tokens, their products, where they are; two pieces with
+        # their sums, highest scores and totals; scores; shares
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
-        parts += [2 * lanes, ratio * longest, ratio * value_width, totals]
+        parts += [2 * lanes, 2 * (ratio * value_width + 2 * totals), ratio * longest]
+        parts += [-(-4 * (threads + 1) // lanes) * lanes]
         *places, size = (4 * end for end in accumulate(parts))
-        self._scratch = torch.empty(self._threads * size, dtype=torch.uint8, device="cpu")
-        # the order is that of the names in _numba.py
+        self._scratch = torch.empty(threads * size, dtype=torch.uint8, device="cpu")
+        # the order is that of the names in _arguments.py
         sizes = [
             *(num_rows, num_kv_heads, ratio, key_dim, value_dim),
             *(_address(self._slots), self._slots.shape[1], _address(spans)),
             *(_address(self._scale), key_width, value_width, 4 * longest),
             *(self._scratch.data_ptr(), size, *places),
         ]
-        self._num_arguments: int = kernel.NUM_ARGUMENTS
-        self._numbers = array("q", [*sizes, *[0] * (kernel.NUM_ARGUMENTS - len(sizes))])
+        self._numbers = array("q", [*sizes, *[0] * (field.NUM_ARGUMENTS - len(sizes))])
 
     def run(
         self,
@@ -165,13 +170,13 @@ class DecodeAttention:
             if strides[3] != 1:
                 return self.run_at(query.contiguous(), place, states, sinks=sinks)
             self._query_strides = strides
-            self._numbers[self._query + 1], self._numbers[self._query + 2] = strides[:2]
+            self._numbers[field.QUERY + 1], self._numbers[field.QUERY + 2] = strides[:2]
         out, numbers = query.new_empty(self._shape), self._numbers
-        numbers[self._query], numbers[self._out] = query.data_ptr(), out.data_ptr()
-        numbers[self._of_layer] = place.numbers
+        numbers[field.QUERY], numbers[field.OUT] = query.data_ptr(), out.data_ptr()
+        numbers[_OF_LAYER] = place.numbers
         if sinks is not None:
             sinks = sinks.to("cpu", torch.float32).contiguous()
-        numbers[self._out + 1] = 0 if sinks is None else sinks.data_ptr()
+        numbers[field.SINKS] = 0 if sinks is None else sinks.data_ptr()
         if states or self._states:
             self._take(states)
         compiled.run(self._task, numbers, self._threads)
@@ -189,7 +194,7 @@ class DecodeAttention:
         known = self._states
         if len(states) == len(known) and all(map(_is_same, states, known)):
             return
-        del self._numbers[self._num_arguments :]
+        del self._numbers[field.NUM_ARGUMENTS :]
         self._numbers[-1] = len(states)
         for state in states:
             self._numbers.extend([state.out.shape[0], state.out.data_ptr()])

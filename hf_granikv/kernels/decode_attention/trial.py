@@ -14,9 +14,9 @@ from hf_granikv.views import PrivateTokens
 _BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 # one vector, several, and such that are not full
 _DIMS = ((16, 16), (64, 72), (40, 8))
-# even and odd, up to more than a vector
-_LENGTHS = (1, 2, 7, 16, 19, 33)
-_HEADS, _RATIO, _SLOTS, _SCALE = 2, 3, 96, 0.25
+# even and odd, up to more than a vector, and such that several threads share
+_LENGTHS = (1, 2, 7, 16, 19, 33, 480)
+_HEADS, _RATIO, _SLOTS, _SCALE = 2, 3, 512, 0.25
 
 
 def largest_error() -> float:
