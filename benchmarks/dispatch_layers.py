@@ -11,9 +11,9 @@ from torch import Tensor
 from hf_granikv.backends import PrefixBackend
 from hf_granikv.dispatch.calibration import places
 from hf_granikv.journal import Journal
+from hf_granikv.part_work import ScoreRule
 from hf_granikv.pools.cold import ColdPool
 from hf_granikv.step_attention import step_attention
-from hf_granikv.step_work import ScoreRule
 from hf_granikv.views import GroupShape, LayerStep, PrefixGroup, PrefixPart, PrivateTokens, StepPlan
 
 # private tokens of several layers may take so much

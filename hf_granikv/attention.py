@@ -15,8 +15,8 @@ from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.lazy import LazyKeyValue, are_as_stored, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
+from hf_granikv.part_work import ScoreRule
 from hf_granikv.step_attention import decoded_as_before, finished, step_attention
-from hf_granikv.step_work import ScoreRule
 from hf_granikv.views import LayerStep, PrivateTokens
 
 ATTENTION_NAME = "granikv"

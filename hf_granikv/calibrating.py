@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
@@ -135,9 +136,17 @@ class PerRowPath(PerRowBackend):
     """The plain path as a decode step has it: within the compiled pass where there is one."""
 
     def planned(
-        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        rows: NDArray[np.int64] | None = None,
     ) -> Attend:
         """Gives a pass over the prefix, and nothing that is the rows' own."""
+        assert rows is None, "what is measured is a whole batch"
         num_tokens = keys.shape[1]
         step = _pass_over(0, query, keys, values, scale=scale, num_segment_tokens=[num_tokens])
         if step is None:
@@ -146,7 +155,7 @@ class PerRowPath(PerRowBackend):
         def attend(query: Tensor, keys: Tensor, values: Tensor) -> Any:
             return step.run(query, keys, values, [], segments=[Segment(keys, values, None)])
 
-        return attend
+        return Attend(attend)
 
 
 def pass_alone(query: Tensor, keys: Tensor, values: Tensor) -> LayerRun | None:

@@ -1,6 +1,6 @@
 """Attention of one layer in one forward pass: prefixes once per group, suffix per row, merged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import TypeVar
@@ -13,7 +13,8 @@ from hf_granikv.journal import GroupNote
 from hf_granikv.kernels.decode_attention import GroupStates, Place
 from hf_granikv.kernels.merge_states import merge_states, merged_out
 from hf_granikv.kernels.suffix_attention import suffix_attention
-from hf_granikv.step_work import PartWork, ScoreRule, StepWork, common_keys, prepare, segments_of
+from hf_granikv.part_work import PartWork, ScoreRule, common_keys
+from hf_granikv.step_work import StepWork, place_of, prepare
 from hf_granikv.views import AttentionState, LayerStep, PrefixPart
 
 Result = TypeVar("Result")
@@ -45,13 +46,12 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     if work is None:
         work = scratch[key] = prepare(query, step, rule)
     if work.decode is not None:
-        assert step.private.storages is not None
         place = work.places.get(step.layer_idx)
         if place is None:
-            place = work.decode.place(*step.private.storages, segments_of(work.in_order, step))
+            place = place_of(work.decode, work.in_order, step)
         if rule.sinks is None:
             scratch[_of_alike(query, step, rule.scale, rule.softcap)] = work, rule
-        return _decoded(query, step, work, place, rule)
+        return _timed_decode(query, step, work, place, rule)
     states = [state for level in work.levels for state in _of_level(query, step, level, rule)]
     own_keys, own_values = step.private.tensors
     if work.suffix_start:
@@ -95,22 +95,46 @@ def _of_alike(
 
 
 def _decoded(
+    query: Tensor,
+    step: LayerStep,
+    work: StepWork,
+    place: Place,
+    rule: ScoreRule,
+    seconds: list[float] | None = None,
+) -> Tensor:
+    """Attends in torch to some prefixes, and in compiled kernels to the others and all the rest.
+
+    Args:
+        query: As for `step_attention`, like the step and the rule.
+        step: Likewise.
+        work: Of its kind of layers.
+        place: Of its layer.
+        rule: Likewise.
+        seconds: Gets what each compiled kernel has taken, one by one.
+    """
+    assert work.decode is not None
+    states = [
+        GroupStates(*state, part.row_map)
+        for part in work.apart
+        for state in _of_part(query, step.parts[part.part_idx], part, rule, in_decode=True)
+    ]
+    return work.decode.run_at(query, place, states, sinks=rule.sinks, seconds=seconds)
+
+
+def _timed_decode(
     query: Tensor, step: LayerStep, work: StepWork, place: Place, rule: ScoreRule
 ) -> Tensor:
-    """Attends in the backends to the prefixes, and in one compiled pass to all the rest."""
-    assert work.decode is not None
-    states, due = [], []
-    for part_work in work.in_order:
-        if (note := part_work.note) is not None and part_work.in_pass and note.is_due:
-            due.append(note)
-        if part_work.attend is not None or part_work.fringe_mask is not None:
-            of_rows = query if part_work.rows is None else query[part_work.rows]
-            for state in _of_part(of_rows, step.parts[part_work.part_idx], part_work, rule):
-                states.append(GroupStates(*state, part_work.row_map))
-    if due:
-        run = partial(work.decode.run_at, query, place, states, sinks=rule.sinks)
-        return _timed(run, due, query)
-    return work.decode.run_at(query, place, states, sinks=rule.sinks)
+    """Does so, kernel by kernel where the times of some are to be noted."""
+    if not any(part.note is not None and part.note.is_due for part in work.in_order):
+        return _decoded(query, step, work, place, rule)
+    seconds: list[float] = []
+    out = _decoded(query, step, work, place, rule, seconds)
+    of_parts = [*zip(work.along, seconds, strict=False)]
+    of_parts += [(part, seconds[-1]) for part in work.in_order if part.in_pass]
+    for part, taken in of_parts:
+        if part.note is not None and part.note.is_due:
+            part.note.took(partial(float, taken))
+    return out
 
 
 def _of_level(
@@ -122,7 +146,7 @@ def _of_level(
     spread: list[AttentionState] = []
     for work in level:
         part = step.parts[work.part_idx]
-        states = _of_part(query[work.rows], part, work, rule)
+        states = _of_part(query, part, work, rule)
         for i, (out, lse) in enumerate(_pieces(states)):
             if i == len(spread):
                 size = (len(query), *out.shape[1:])
@@ -139,37 +163,42 @@ def _pieces(states: list[AttentionState]) -> list[AttentionState]:
 
 
 def _of_part(
-    query: Tensor, part: PrefixPart, work: PartWork, rule: ScoreRule
+    query: Tensor, part: PrefixPart, work: PartWork, rule: ScoreRule, *, in_decode: bool = False
 ) -> list[AttentionState]:
-    """Attends to one prefix; stacked states by kv head (`PrefixBackend.pieces`)."""
+    """Attends to one prefix; stacked states by kv head (`PrefixBackend.pieces`).
+
+    Args:
+        query: Of the whole batch.
+        part: What the layer has stored of it.
+        work: What there is to do, in whole or for its fringe.
+        rule: What the layer does to its scores.
+        in_decode: Whether compiled kernels run along with the pass of a decode step, and not here.
+    """
     states = []
     keys, values = common_keys(part, view := work.view)
     if view is not None and work.fringe_mask is not None:
         fringe = slice(view.fringe_start - part.start, view.common_start - part.start)
-        seen = partial(attend_each_row, query, part.keys[:, fringe], part.values[:, fringe])
+        of_rows = query if work.rows is None else query[work.rows]
+        seen = partial(attend_each_row, of_rows, part.keys[:, fringe], part.values[:, fringe])
         states.append(seen(scale=rule.scale, softcap=rule.softcap, mask=work.fringe_mask))
-    if (attend := work.attend) is not None:
-        if (note := work.note) is not None and note.is_due:
-            states.append(_timed(partial(attend, query, keys, values), [note], query))
-        else:
-            states.append(attend(query, keys, values))
+    if work.attend is not None and not (in_decode and work.is_compiled):
+        attend = partial(work.attend, query, keys, values)
+        note = work.note
+        states.append(attend() if note is None or not note.is_due else _timed(attend, note, query))
     return states
 
 
-def _timed(run: Callable[[], Result], notes: Sequence[GroupNote], query: Tensor) -> Result:
+def _timed(run: Callable[[], Result], note: GroupNote, query: Tensor) -> Result:
     if query.is_cpu:
         start = perf_counter()
         result = run()
-        seconds = perf_counter() - start
-        for note in notes:
-            note.took(lambda: seconds)
+        note.took(partial(float, perf_counter() - start))
         return result
     before, after = (torch.Event(query.device, enable_timing=True) for _ in range(2))
     before.record()
     result = run()
     after.record()
-    for note in notes:
-        note.took(partial(_between_s, before, after))
+    note.took(partial(_between_s, before, after))
     return result
 
 

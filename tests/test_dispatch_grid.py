@@ -39,7 +39,7 @@ def test_a_path_of_the_grid_that_computes_something_else_ends_the_run(
 
     def planned(self: object, *args: Tensor, **kwargs: Any) -> Attend:
         right = planned_right(*args, **kwargs)
-        return lambda query, keys, values: right(query * 1.5, keys, values)
+        return Attend(lambda query, keys, values: right(query * 1.5, keys, values))
 
     planned_right = backend.planned
     monkeypatch.setattr(type(backend), "planned", planned)

@@ -117,9 +117,9 @@ def test_the_first_layer_alone_is_timed(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed: list[Any] = []
-    real = step_attention._timed
+    took = GroupNote.took
     monkeypatch.setattr(
-        step_attention, "_timed", lambda *args: timed.append(args[1]) or real(*args)
+        GroupNote, "took", lambda note, seconds: timed.append(note) or took(note, seconds)
     )
     cache = prefilled(model)
     new_tokens(model, left_padded(whole(suffixes(3, 7))), num_new=5, **cached(cache))
@@ -148,7 +148,7 @@ def test_accelerators_are_timed_when_asked_by_events_that_nobody_waits_for(
     monkeypatch.setattr(torch, "Event", Event)
     (note,) = add(Journal(), "x")
     query = torch.empty(1, device="meta")
-    assert step_attention._timed(lambda: order.append("run") or "state", [note], query) == "state"
+    assert step_attention._timed(lambda: order.append("run") or "state", note, query) == "state"
     assert order == ["record", "run", "record"]
     assert note.measured_s == pytest.approx(250e-6)
     assert order[-1] == "wait"

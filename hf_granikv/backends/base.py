@@ -2,17 +2,40 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.dispatch.roofline import Work
+from hf_granikv.kernels.shared_attention import CompiledAttention
 from hf_granikv.views import AttentionState, GroupShape
 
-# queries, keys and values of a layer to stacked states, as `PrefixBackend.pieces` has them
-Attend = Callable[[Tensor, Tensor, Tensor], AttentionState]
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """What attends from the rows of a group to one prefix, in each layer of a step.
+
+    Attributes:
+        run: Takes the queries of the whole batch, and keys and values of a layer; gives stacked
+            states, as `PrefixBackend.pieces` has them, which are valid until it is called again.
+        kernel: Which kernel serves, and why no better one; "" where there is but one.
+        compiled: That kernel, for those who run it along with others; None where it is torch's.
+        state: Where it leaves its result.
+    """
+
+    run: Callable[[Tensor, Tensor, Tensor], AttentionState]
+    kernel: str = ""
+    compiled: CompiledAttention | None = None
+    state: AttentionState | None = None
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> AttentionState:
+        """Runs it."""
+        return self.run(query, keys, values)
 
 
 class PrefixBackend(ABC):
@@ -58,26 +81,52 @@ class PrefixBackend(ABC):
             value_dim]` and lse `[num_pieces, rows, num_kv_heads, gqa_ratio * q_len]`, any strides.
         """
 
-    def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
-        """Says which of its kernels serves these tensors, and why no better one; "" if it has one."""
-        return ""
-
     def planned(
-        self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        rows: NDArray[np.int64] | None = None,
     ) -> Attend:
         """Gives `pieces` with all that is the same in the layers of a step worked out once.
 
         Args:
-            query: Of the first layer; the others bring tensors of the same sizes.
+            query: Of the whole batch in the first layer; the others bring tensors of the same sizes.
             keys: Likewise.
             values: Likewise.
             scale: Factor on the scores.
             softcap: Their bound.
-
-        Returns:
-            What attends in one layer. Its result is valid until it is called again.
+            rows: `[num_group_rows]` which rows of the batch attend, ascending; None for all.
         """
-        return partial(self.pieces, scale=scale, softcap=softcap)
+        pieces = partial(self.pieces, scale=scale, softcap=softcap)
+        return Attend(pieces if rows is None else _OfRows(pieces, row_index(rows, query.device)))
+
+
+@dataclass(frozen=True, slots=True)
+class _OfRows:
+    """Attention of some rows of a batch."""
+
+    run: Callable[[Tensor, Tensor, Tensor], AttentionState]
+    rows: slice | Tensor
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> AttentionState:
+        return self.run(query[self.rows], keys, values)
+
+
+def row_index(rows: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """An index that takes rows of a batch, without a copy where they are neighbours.
+
+    Args:
+        rows: `[num_rows]` ascending.
+        device: Of what is indexed.
+    """
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return slice(first, last + 1)
+    return torch.from_numpy(rows).to(device)
 
 
 def pack_queries(query: Tensor, num_kv_heads: int) -> Tensor:

@@ -1,8 +1,10 @@
 """All rows' queries against one read of the prefix, in a fused kernel."""
 
-from functools import partial
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.backends.base import (
@@ -48,14 +50,11 @@ class CascadeBackend(PrefixBackend):
         scale: float,
         softcap: float | None = None,
     ) -> AttentionState:
-        """Attends in one fused call; out has the dtype of the query on a CPU, or is float32."""
-        attend = self.planned(query, keys, values, scale=scale, softcap=softcap)
-        return attend(query, keys, values)
-
-    def kernel(self, query: Tensor, keys: Tensor, values: Tensor) -> str:
-        """Names the compiled kernel, or why there is none; nothing where there can be none."""
-        kernel, refused = _compiled(query, keys, values)
-        return ", ".join(refused if kernel is None else [f"in {kernel.name}", *refused])
+        """Attends in torch's fused kernel; out has the dtype of the query on a CPU, or is float32."""
+        assert softcap is None, "unsupported_reasons names soft-capping"
+        packed = pack_queries(query, keys.shape[0])
+        states = flash_shared_attention(packed, keys, values, scale=scale)
+        return of_rows(*states, query.shape[0])
 
     def planned(
         self,
@@ -65,20 +64,22 @@ class CascadeBackend(PrefixBackend):
         *,
         scale: float,
         softcap: float | None = None,
+        rows: NDArray[np.int64] | None = None,
     ) -> Attend:
         """Plans a compiled kernel where there is one for this CPU."""
         assert softcap is None, "unsupported_reasons names soft-capping"
-        kernel, _ = _compiled(query, keys, values)
+        kernel, refused = _compiled(query, keys, values)
         if kernel is None:
-            return partial(_attend_flash, scale=scale)
-        attention = kernel(query, keys, values, scale=scale)
-        state = of_rows(*attention.states, query.shape[0])
+            in_torch = super().planned(query, keys, values, scale=scale, softcap=None, rows=rows)
+            return replace(in_torch, kernel=", ".join(refused))
+        attention = kernel(query, keys, values, scale=scale, rows=rows)
+        state = of_rows(*attention.states, len(query) if rows is None else len(rows))
 
         def attend(query: Tensor, keys: Tensor, values: Tensor) -> AttentionState:
             attention.run(query, keys, values)
             return state
 
-        return attend
+        return Attend(attend, ", ".join([f"in {kernel.name}", *refused]), attention, state)
 
 
 def _compiled(
@@ -93,9 +94,3 @@ def _compiled(
                 return kernel, refused
             refused.append(f"not in {kernel.name} ({', '.join(reasons)})")
     return None, refused
-
-
-def _attend_flash(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> AttentionState:
-    packed = pack_queries(query, keys.shape[0])
-    states = flash_shared_attention(packed, keys, values, scale=scale)
-    return of_rows(*states, query.shape[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, config, njit, types
+from numba import carray, cfunc, config, njit, types
 from numba.extending import intrinsic
 
 from hf_granikv.kernels._numba_llvm import FAST, I16, I32, I64, llvm_intrinsic, pointer
@@ -145,3 +145,11 @@ def _pointer(element: Any, llvm_element: Any) -> Any:
 uint16_at = _pointer(types.uint16, I16)
 float32_at = _pointer(types.float32, _F32)
 int64_at = _pointer(types.int64, I64)
+
+
+@njit(**OPTIONS)
+def number_at(numbers: Any, i: Any) -> Any:
+    """The i-th of the int64 at an address; i itself where that is 0."""
+    if numbers == 0:
+        return i
+    return carray(int64_at(numbers), (i + 1,))[i]

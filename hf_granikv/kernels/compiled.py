@@ -5,17 +5,16 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from array import array
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +22,9 @@ logger = logging.getLogger(__name__)
 _SLOW_S = 3.0
 # older ones come with an LLVM that reads pointers otherwise; as in pyproject.toml
 _NUMBA = (0, 62)
+
+# what runs several compiled functions in one parallel region
+CHAIN = "hf_granikv.kernels._numba_chain"
 
 # an environment variable: 0 leaves everything to torch
 SWITCH = "HF_GRANIKV_COMPILED"
@@ -117,6 +119,40 @@ def register_symbols() -> None:
     }
     for name, function in functions.items():
         binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+class Task(NamedTuple):
+    """A compiled function, and what it is called with.
+
+    Attributes:
+        address: Of a C function that takes a pointer to int64.
+        numbers: What it points to. They may change, but not how many there are.
+        num_threads: How many threads are worth waking, at least one; it runs on any number.
+    """
+
+    address: int
+    numbers: "array[int]"
+    num_threads: int
+
+
+class Chain:
+    """Tasks that run in one parallel region: the last one when all others are done.
+
+    Args:
+        tasks: At least two. Their numbers stay where they are.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        calls = [(task.address, task.numbers.buffer_info()[0]) for task in tasks]
+        # threads wait for each other
+        calls.insert(-1, (0, 0))
+        self._numbers = array("q", [len(calls), *chain.from_iterable(calls)])
+        self._num_threads = max(task.num_threads for task in tasks)
+        self._address: int = load(CHAIN).run_all.address
+
+    def run(self) -> None:
+        """Runs them."""
+        run(self._address, self._numbers, self._num_threads)
 
 
 def run(task: int, arguments: "array[int]", num_threads: int) -> None:

@@ -50,7 +50,8 @@ def draw_prefix(num_kv_heads, prefix_len, head_dim, dtype=torch.float32) -> tupl
 
 
 def attend(backend, query: Tensor, keys: Tensor, values: Tensor, **options) -> AttentionState:
-    pieces = zip(*backend.pieces(query, keys, values, **options), strict=True)
+    planned = backend.planned(query, keys, values, **{"softcap": None, **options})
+    pieces = zip(*planned(query, keys, values), strict=True)
     out, lse = merge_states([AttentionState(*piece) for piece in pieces])
     return AttentionState(out.reshape(query.shape), lse.reshape(query.shape[:3]))
 

@@ -22,8 +22,12 @@ def draw(dtype, rows=20, head_dim=40):
     return query, keys, values
 
 
+def planned(query, keys, values):
+    return CASCADE.planned(query, keys, values, scale=0.1, softcap=None)
+
+
 def is_right(query, keys, values):
-    pieces = zip(*CASCADE.pieces(query, keys, values, scale=0.1), strict=True)
+    pieces = zip(*planned(query, keys, values)(query, keys, values), strict=True)
     out, _ = merge_states([AttentionState(*piece) for piece in pieces])
     stored = (t.expand(len(query), -1, -1, -1) for t in (keys, values))
     ref = reference(query, *stored, scale=0.1)
@@ -32,13 +36,13 @@ def is_right(query, keys, values):
 
 @needs_vectors
 def test_float32_is_read_in_vector_registers():
-    assert CASCADE.kernel(*draw(torch.float32)) == "in vector registers"
+    assert planned(*draw(torch.float32)).kernel == "in vector registers"
 
 
 @needs_vectors
 def test_bfloat16_is_where_there_are_no_tiles_and_says_why(monkeypatch):
     monkeypatch.setattr(vectors, "has_fast_matmul", lambda dtype: False)
-    said = CASCADE.kernel(*draw(torch.bfloat16))
+    said = planned(*draw(torch.bfloat16)).kernel
 
     assert said.startswith("in vector registers, not in AMX tiles (")
     assert "it takes keys of 32" in said
@@ -53,9 +57,9 @@ def test_kernels_that_err_on_this_cpu_are_not_used(monkeypatch, dtype):
     monkeypatch.setattr(vectors, "has_fast_matmul", lambda dtype: False)
     tensors = draw(dtype, head_dim=64)
 
-    assert "not in vector registers (it errs here)" in CASCADE.kernel(*tensors)
+    assert "not in vector registers (it errs here)" in planned(*tensors).kernel
     is_right(*tensors)
 
 
 def test_other_dtypes_have_no_kernel_to_speak_of():
-    assert CASCADE.kernel(*draw(torch.float16)) == ""
+    assert planned(*draw(torch.float16)).kernel == ""

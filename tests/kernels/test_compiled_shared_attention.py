@@ -54,7 +54,7 @@ def attend(kernel, query, keys, values, scale=SCALE):
     # nothing may be read that has not been written, and nothing written behind the end
     size = attention._memory.numel()
     attention._memory = torch.full((size + 4096,), 0xFF, dtype=torch.uint8)
-    attention._numbers[_arguments.SCRATCH] = attention._memory.data_ptr()
+    attention.task.numbers[_arguments.SCRATCH] = attention._memory.data_ptr()
     for states in attention.states:
         states.fill_(torch.nan)
     # of another layer, where the same object is used

@@ -5,18 +5,19 @@ from torch import Tensor
 
 from hf_granikv.kernels import compiled
 from hf_granikv.kernels.decode_attention.attention import DTYPES, MODULE, DecodeAttention, Place
-from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
+from hf_granikv.kernels.decode_attention.states import GroupStates, Prefix, Segment
 from hf_granikv.kernels.decode_attention.trial import largest_error
 from hf_granikv.views import PrivateTokens
 
-__all__ = ["DecodeAttention", "GroupStates", "Place", "Segment", "unsupported_reasons"]
+__all__ = ["DecodeAttention", "GroupStates", "Place", "Prefix", "Segment", "unsupported_reasons"]
 
 
 def unsupported_reasons(query: Tensor, private: PrivateTokens) -> list[str]:
     """Gives every reason why `DecodeAttention` cannot serve; none = it can."""
     reasons = []
-    if isinstance(why := compiled.load(MODULE), str):
-        reasons.append(why)
+    for module in (MODULE, compiled.CHAIN):
+        if isinstance(why := compiled.load(module), str) and why not in reasons:
+            reasons.append(why)
     kinds = [query, *(private.storages or ())]
     if any(type(t) is not Tensor or not t.is_cpu or t.dtype != query.dtype for t in kinds):
         reasons.append("tensors are not of one dtype on a CPU")

@@ -8,8 +8,8 @@ from hf_granikv.kernels._numba_types import (
     as_float,
     exp_of_negative,
     float32_at,
-    int64_at,
     larger,
+    number_at,
     uint16_at,
 )
 
@@ -28,13 +28,6 @@ def _add_one(out, value, weight):  # type: ignore[no-untyped-def]
 
 
 @njit(**OPTIONS)
-def _row_of_state(state, row):  # type: ignore[no-untyped-def]
-    if state[STATE_ROWS] == 0:
-        return row
-    return carray(int64_at(state[STATE_ROWS]), (row + 1,))[row]
-
-
-@njit(**OPTIONS)
 def _lse(state, piece, row, head, i):  # type: ignore[no-untyped-def]
     at = piece * state[LSE_PIECE] + row * state[LSE_ROW]
     at += head * state[LSE_HEAD] + i * state[LSE_QUERY]
@@ -46,7 +39,7 @@ def peak_of_states(states, num_states, row, head, i, peak):  # type: ignore[no-u
     """The larger of a number and the largest log-sum-exp that one query meets."""
     for number in range(num_states):
         state = states[number * NUM_STATE_ARGUMENTS :]
-        at = _row_of_state(state, row)
+        at = number_at(state[STATE_ROWS], row)
         if at >= 0:
             for piece in range(state[NUM_PIECES]):
                 peak = larger(peak, _lse(state, piece, at, head, i))
@@ -59,7 +52,7 @@ def add_states(states, num_states, row, head, i, out, peak, total):  # type: ign
     size = (len(out),)
     for number in range(num_states):
         state = states[number * NUM_STATE_ARGUMENTS :]
-        at = _row_of_state(state, row)
+        at = number_at(state[STATE_ROWS], row)
         for piece in range(state[NUM_PIECES] if at >= 0 else 0):
             weight = exp_of_negative(_lse(state, piece, at, head, i) - peak)
             out_at = piece * state[STATE_PIECE] + at * state[STATE_ROW]

@@ -1,8 +1,9 @@
 """The last act of a decode step: each row's own keys, and what its prefixes gave, in one pass."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from hf_granikv.kernels import compiled
 from hf_granikv.kernels.decode_attention import _arguments as field
-from hf_granikv.kernels.decode_attention.states import GroupStates, Segment
+from hf_granikv.kernels.decode_attention.states import GroupStates, Prefix, Segment
 from hf_granikv.views import PrivateTokens
 
 MODULE = "hf_granikv.kernels.decode_attention._numba"
 DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
 
+_QUERY = slice(field.QUERY, field.SINKS)
 _OF_LAYER = slice(field.KEYS, field.NUM_STATES)
 # tokens that are worth a thread's while
 _PIECE = 64
@@ -29,10 +31,12 @@ class Place(NamedTuple):
     Attributes:
         numbers: Of the rows' own tokens, and where those of the segments are.
         of_segments: Of the segments.
+        of_prefixes: Of each prefix.
     """
 
     numbers: "array[int]"
     of_segments: "array[int]"
+    of_prefixes: tuple["array[int]", ...]
 
 
 class DecodeAttention:
@@ -47,6 +51,7 @@ class DecodeAttention:
         spans: `[num_rows, 2]` the own tokens that each row sees: from the first, up to the second.
         scale: Factor on the scores.
         num_segment_tokens: Tokens of each segment that `run` will be given.
+        prefixes: What is attended to along with it.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class DecodeAttention:
         *,
         scale: float,
         num_segment_tokens: Sequence[int] = (),
+        prefixes: Sequence[Prefix] = (),
     ) -> None:
         assert private.storages is not None, "unsupported_reasons says so"
         assert private.slots is not None
@@ -68,8 +74,7 @@ class DecodeAttention:
         self._slots, self._spans = private.slots, spans
         self._scale = np.array([scale], dtype=np.float32)
         kernel = compiled.load(MODULE)
-        self._task: int = getattr(kernel, DTYPES[query.dtype]).address
-        self._query_strides: tuple[int, ...] = ()
+        address: int = getattr(kernel, DTYPES[query.dtype]).address
         self._states: list[GroupStates] = []
         ratio, lanes, lengths = num_q_heads // num_kv_heads, kernel.LANES, spans[:, 1] - spans[:, 0]
         # whole vectors
@@ -85,7 +90,7 @@ class DecodeAttention:
         self._tokens_at = _address(self._tokens)
         threads = torch.get_num_threads()
         num_read = int(lengths.sum()) + num_rows * sum(num_segment_tokens)
-        self._threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
+        num_threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
         # queries; keys and values of as many tokens, their products, where they are; two pieces with
         # their sums, highest scores and totals; scores; shares
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
@@ -100,7 +105,13 @@ class DecodeAttention:
             *(_address(self._scale), key_width, value_width, 4 * longest),
             *(self._scratch.data_ptr(), size, *places),
         ]
-        self._numbers = array("q", [*sizes, *[0] * (field.NUM_ARGUMENTS - len(sizes))])
+        numbers = array("q", [*sizes, *[0] * (field.NUM_ARGUMENTS - len(sizes))])
+        self._task = compiled.Task(address, numbers, num_threads)
+        self._prefixes = [prefix.kernel for prefix in prefixes]
+        self._of_prefixes = [prefix.states for prefix in prefixes]
+        self._tasks = [self._task]
+        self._chain: compiled.Chain | None = None
+        self._take(self._of_prefixes)
 
     def run(
         self,
@@ -127,7 +138,13 @@ class DecodeAttention:
         """
         return self.run_at(query, self.place(keys, values, segments), states, sinks=sinks)
 
-    def place(self, keys: Tensor, values: Tensor, segments: Sequence[Segment] = ()) -> Place:
+    def place(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        segments: Sequence[Segment] = (),
+        prefixes: Iterable[tuple[Tensor, Tensor]] = (),
+    ) -> Place:
         """Writes down where the tokens of a layer are.
 
         Args:
@@ -135,6 +152,7 @@ class DecodeAttention:
                 never copied.
             values: `[num_kv_heads, num_slots, value_dim]`, likewise.
             segments: Tokens that some or all rows see as if they were their own; never copied.
+            prefixes: Keys and values of each prefix.
         """
         of_segments = array("q")
         for segment in segments:
@@ -143,43 +161,53 @@ class DecodeAttention:
             *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
             *(len(segments), of_segments.buffer_info()[0]),
         ]
-        return Place(array("q", numbers), of_segments)
+        of_prefixes = (
+            kernel.place(*its) for kernel, its in zip(self._prefixes, prefixes, strict=True)
+        )
+        return Place(array("q", numbers), of_segments, tuple(of_prefixes))
 
     def run_at(
         self,
         query: Tensor,
         place: Place,
-        states: Sequence[GroupStates],
+        states: Sequence[GroupStates] = (),
         *,
         sinks: Tensor | None = None,
+        seconds: list[float] | None = None,
     ) -> Tensor:
         """Attends in the layer that a place is of, in float32.
 
         Args:
             query: `[num_rows, num_q_heads, 1, head_dim]`, any strides.
             place: Its tokens, which have not moved since.
-            states: Parts with other keys, that some or all rows see.
+            states: Parts with other keys, that some or all rows see, besides the prefixes.
             sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
+            seconds: Gets what each prefix has taken, and then what the rest has: run one by one.
 
         Returns:
             `[num_rows, 1, num_q_heads, value_dim]` in the dtype of the query, 0 for a row that sees
             nothing.
         """
-        strides = query.stride()
-        if strides != self._query_strides:
-            if strides[3] != 1:
-                return self.run_at(query.contiguous(), place, states, sinks=sinks)
-            self._query_strides = strides
-            self._numbers[field.QUERY + 1], self._numbers[field.QUERY + 2] = strides[:2]
-        out, numbers = query.new_empty(self._shape), self._numbers
-        numbers[field.QUERY], numbers[field.OUT] = query.data_ptr(), out.data_ptr()
+        strides, numbers = query.stride(), self._task.numbers
+        if strides[3] != 1:
+            query = query.contiguous()
+            strides = query.stride()
+        out, at = query.new_empty(self._shape), query.data_ptr()
+        numbers[_QUERY] = array("q", (at, *strides[:2], out.data_ptr()))
         numbers[_OF_LAYER] = place.numbers
         if sinks is not None:
             sinks = sinks.to("cpu", torch.float32).contiguous()
         numbers[field.SINKS] = 0 if sinks is None else sinks.data_ptr()
-        if states or self._states:
-            self._take(states)
-        compiled.run(self._task, numbers, self._threads)
+        for kernel, its_place in zip(self._prefixes, place.of_prefixes, strict=True):
+            kernel.aim(at, strides, its_place)
+        if states or len(self._states) > len(self._prefixes):
+            self._take([*self._of_prefixes, *states])
+        if seconds is not None:
+            seconds += map(_seconds_of, self._tasks)
+        elif self._chain is not None:
+            self._chain.run()
+        else:
+            compiled.run(*self._task)
         return out
 
     def _numbers_of(self, segment: Segment) -> list[int]:
@@ -194,14 +222,24 @@ class DecodeAttention:
         known = self._states
         if len(states) == len(known) and all(map(_is_same, states, known)):
             return
-        del self._numbers[field.NUM_ARGUMENTS :]
-        self._numbers[-1] = len(states)
+        numbers = self._task.numbers
+        del numbers[field.NUM_ARGUMENTS :]
+        numbers[field.NUM_STATES] = len(states)
         for state in states:
-            self._numbers.extend([state.out.shape[0], state.out.data_ptr()])
-            self._numbers.extend([*state.out.stride()[:4], state.lse.data_ptr()])
-            self._numbers.extend([*state.lse.stride(), state.out.dtype == torch.float32])
-            self._numbers.append(0 if state.rows is None else _address(state.rows))
+            numbers.extend([state.out.shape[0], state.out.data_ptr()])
+            numbers.extend([*state.out.stride()[:4], state.lse.data_ptr()])
+            numbers.extend([*state.lse.stride(), state.out.dtype == torch.float32])
+            numbers.append(0 if state.rows is None else _address(state.rows))
         self._states = list(states)
+        # they may have moved
+        self._tasks = [*(kernel.task for kernel in self._prefixes), self._task]
+        self._chain = compiled.Chain(self._tasks) if self._prefixes else None
+
+
+def _seconds_of(task: compiled.Task) -> float:
+    start = perf_counter()
+    compiled.run(*task)
+    return perf_counter() - start
 
 
 def _address(numbers: NDArray[Any]) -> int:

@@ -1,10 +1,16 @@
 """What prefixes bring to a decode step."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from hf_granikv.kernels.compiled import Task
+
+if TYPE_CHECKING:
+    from array import array
 
 
 class GroupStates(NamedTuple):
@@ -20,6 +26,30 @@ class GroupStates(NamedTuple):
     out: Tensor
     lse: Tensor
     rows: NDArray[np.int64] | None
+
+
+class PrefixKernel(Protocol):
+    """A compiled kernel that leaves states; see `kernels.shared_attention.CompiledAttention`."""
+
+    task: Task
+
+    def place(self, keys: Tensor, values: Tensor) -> "array[int]":
+        """Writes down where keys and values of a layer are."""
+
+    def aim(self, query: int, strides: Sequence[int], place: "array[int]") -> None:
+        """Makes the task one of a layer."""
+
+
+class Prefix(NamedTuple):
+    """A prefix that is attended to along with the rows' own tokens, in the same parallel region.
+
+    Attributes:
+        kernel: What attends, from the queries of the whole batch.
+        states: What it leaves.
+    """
+
+    kernel: PrefixKernel
+    states: GroupStates
 
 
 class Segment(NamedTuple):

@@ -21,7 +21,13 @@ from hf_granikv.kernels._numba_tiles import (
     transpose_pairs,
     unsupported_reasons,
 )
-from hf_granikv.kernels._numba_types import OPTIONS, c_function, float32_at, uint16_at
+from hf_granikv.kernels._numba_types import (
+    OPTIONS,
+    c_function,
+    float32_at,
+    number_at,
+    uint16_at,
+)
 from hf_granikv.kernels._numba_vectors import (
     add,
     any_below_one,
@@ -74,11 +80,8 @@ def _pack_queries(args, head, to):  # type: ignore[no-untyped-def]
     packed = carray(uint16_at(to), ((args[field.QUERIES] + TILE - 1) // TILE, pairs, TILE, 2))
     packed[-1] = 0
     for i in range(args[field.QUERIES]):
-        in_row = i % per_row
-        at = (
-            i // per_row * args[field.QUERY_ROW]
-            + in_row % args[field.Q_LEN] * args[field.QUERY_TOKEN]
-        )
+        row, in_row = number_at(args[field.ROWS], i // per_row), i % per_row
+        at = row * args[field.QUERY_ROW] + in_row % args[field.Q_LEN] * args[field.QUERY_TOKEN]
         at += (head * args[field.RATIO] + in_row // args[field.Q_LEN]) * args[field.QUERY_HEAD]
         query = carray(uint16_at(args[field.QUERY] + at), (args[field.KEY_DIM],))
         for e in range(pairs):

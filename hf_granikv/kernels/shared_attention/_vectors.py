@@ -23,6 +23,7 @@ from hf_granikv.kernels._numba_types import (
     as_float,
     c_function,
     float32_at,
+    number_at,
     pointer_like,
 )
 from hf_granikv.kernels._numba_vectors import (
@@ -72,7 +73,8 @@ def _pack_queries(args, head, first, num_queries, to, like):  # type: ignore[no-
     packed[-1] = 0
     for i in range(num_queries):
         row, in_row = (first + i) // per_row, (first + i) % per_row
-        at = row * args[field.QUERY_ROW] + in_row % args[field.Q_LEN] * args[field.QUERY_TOKEN]
+        at = number_at(args[field.ROWS], row) * args[field.QUERY_ROW]
+        at += in_row % args[field.Q_LEN] * args[field.QUERY_TOKEN]
         at += (head * args[field.RATIO] + in_row // args[field.Q_LEN]) * args[field.QUERY_HEAD]
         query = carray(pointer_like(args[field.QUERY] + at, like), (dim,))
         for e in range(dim):

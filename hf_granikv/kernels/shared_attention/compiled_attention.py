@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.kernels import compiled, cpu
@@ -14,6 +16,8 @@ from hf_granikv.kernels.shared_attention.reference import PackedStates
 
 # the fewest tokens that are worth a thread's while
 _MIN_PIECE = 256
+_QUERY = slice(_arguments.QUERY, _arguments.KEYS)
+_OF_LAYER = slice(_arguments.KEYS, _arguments.OUT)
 
 
 class CompiledAttention(ABC):
@@ -29,6 +33,7 @@ class CompiledAttention(ABC):
         keys: Likewise.
         values: Likewise.
         scale: Factor on the scores.
+        rows: `[num_group_rows]` which rows of the query attend; None for all.
 
     Attributes:
         name: What it computes in.
@@ -36,40 +41,49 @@ class CompiledAttention(ABC):
         module: The compiled one.
         states: Where the attention is after a run, until the next, of the queries packed as
             `pack_queries` does it; out is float32.
+        task: What runs once `aim` was called.
     """
 
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     module: ClassVar[str]
 
-    def __init__(self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> None:
+    def __init__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float,
+        rows: NDArray[np.int64] | None = None,
+    ) -> None:
         # without the system's leave the first instruction may end the process
         assert not self.missing(), "unsupported_reasons says so"
-        (rows, num_q_heads, q_len, key_dim), (heads, length, value_dim) = query.shape, values.shape
-        ratio = num_q_heads // heads
-        num_queries, threads = rows * ratio * q_len, torch.get_num_threads()
+        (_, num_q_heads, q_len, key_dim), (heads, length, value_dim) = query.shape, values.shape
+        ratio, num_rows = num_q_heads // heads, len(query) if rows is None else len(rows)
+        num_queries, threads = num_rows * ratio * q_len, torch.get_num_threads()
         units = heads * self._num_chunks(num_queries)
         # some threads doing one more unit than others is no matter where all do many
         pieces = 1 if units >= 8 * threads else cpu.num_pieces(units, length, _MIN_PIECE)
         out = query.new_empty((pieces, heads, num_queries, value_dim), dtype=torch.float32)
         lse = query.new_empty((pieces, heads, num_queries), dtype=torch.float32)
         self.states = PackedStates(out, lse)
-        self._threads = min(threads, units * pieces)
         kernel = compiled.load(self.module)
         more, size = self._scratch(kernel, num_queries, key_dim, value_dim)
         # what the addresses below point to
-        self._memory = torch.empty(self._threads * size, dtype=torch.uint8, device="cpu")
-        self._scale = np.array([scale], dtype=np.float32)
-        dtype = str(query.dtype).removeprefix("torch.")
-        self._task: int = getattr(kernel, f"attend_{dtype}").address
+        self._memory = torch.empty(threads * size, dtype=torch.uint8, device="cpu")
+        self._scale, self._rows = np.array([scale], dtype=np.float32), rows
         self._itemsize, self._shapes = query.itemsize, (query.shape, keys.shape, values.shape)
-        self._of_layer = slice(_arguments.QUERY, _arguments.OUT)
         # the order is that of the names in _arguments.py
         sizes = [heads, ratio, q_len, num_queries, key_dim, value_dim, pieces, length]
+        sizes.append(0 if rows is None else rows.ctypes.data)
         addresses = [out.data_ptr(), lse.data_ptr(), self._scale.ctypes.data]
         addresses += [self._memory.data_ptr(), size]
         of_layer = [0] * (_arguments.OUT - _arguments.QUERY)
-        self._numbers = array("q", [*sizes, *of_layer, *addresses, *more])
+        numbers = array("q", [*sizes, *of_layer, *addresses, *more])
+        dtype = str(query.dtype).removeprefix("torch.")
+        function: int = getattr(kernel, f"attend_{dtype}").address
+        self.task = compiled.Task(function, numbers, min(threads, units * pieces))
 
     @classmethod
     def missing(cls) -> tuple[str, ...]:
@@ -102,16 +116,31 @@ class CompiledAttention(ABC):
             keys: `[num_kv_heads, prefix_len, head_dim]`, any strides but over the last dimension.
             values: `[num_kv_heads, prefix_len, value_dim]`, likewise.
         """
-        assert (query.shape, keys.shape, values.shape) == self._shapes
         if query.stride(3) != 1:
             query = query.contiguous()
-        size, (row, head, token, _) = self._itemsize, query.stride()
-        of_layer = [query.data_ptr(), size * row, size * head, size * token]
+        self.aim(query.data_ptr(), query.stride(), self.place(keys, values))
+        compiled.run(*self.task)
+
+    def place(self, keys: Tensor, values: Tensor) -> "array[int]":
+        """Writes down where keys and values of a layer are; see `run`."""
+        assert (keys.shape, values.shape) == self._shapes[1:]
+        size, numbers = self._itemsize, array("q")
         for tensor in (keys, values):
             of_head, of_token, _ = tensor.stride()
-            of_layer += [tensor.data_ptr(), size * of_head, size * of_token]
-        self._numbers[self._of_layer] = array("q", of_layer)
-        compiled.run(self._task, self._numbers, self._threads)
+            numbers.extend((tensor.data_ptr(), size * of_head, size * of_token))
+        return numbers
+
+    def aim(self, query: int, strides: Sequence[int], place: "array[int]") -> None:
+        """Makes the task one of a layer.
+
+        Args:
+            query: Address of the queries, whose shape is that of the first layer.
+            strides: Theirs, in elements; the last one is 1.
+            place: What `place` gave for the layer.
+        """
+        size, (row, head, token, _), numbers = self._itemsize, strides, self.task.numbers
+        numbers[_QUERY] = array("q", (query, size * row, size * head, size * token))
+        numbers[_OF_LAYER] = place
 
 
 def ends(sizes: list[int]) -> tuple[list[int], int]:
