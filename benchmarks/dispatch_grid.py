@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
 from statistics import median
@@ -200,7 +200,7 @@ def choosing_s(dispatcher: Dispatcher, shapes: list[GroupShape]) -> float:
     taken = []
     for shape in shapes:
         # as many rows as no cell has: nothing is known of them yet
-        fresh = replace(shape, num_rows=shape.num_rows + 1000)
+        fresh = shape._replace(num_rows=shape.num_rows + 1000)
         start = time.perf_counter()
         dispatcher.choose(fresh, "cpu")
         taken.append(time.perf_counter() - start)

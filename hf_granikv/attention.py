@@ -106,11 +106,10 @@ def _as_before(
     """Attends as an earlier layer of the step did that was given the like; None if none was."""
     if torch.is_grad_enabled() or not isinstance(value, LazyKeyValue):
         return None
-    if key.layer_step is not value.layer_step or key.is_written or value.is_written:
+    step = key.layer_step
+    if step is not value.layer_step or key.is_written or value.is_written:
         return None
-    if not are_as_stored(key, value):
-        return None
-    return decoded_as_before(query, key.layer_step, scale, softcap)
+    return decoded_as_before(query, step, scale, softcap) if are_as_stored(key, value) else None
 
 
 def _mask_of_cut_queries(q_len: int, key: Tensor) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ class PrivatePath:
 
     def work(self, shape: GroupShape) -> Work:
         """Counts one read of each row's own."""
-        return private_work(replace(shape, prefix_len=shape.prefix_len // shape.num_rows))
+        return private_work(shape._replace(prefix_len=shape.prefix_len // shape.num_rows))
 
     def planned(
         self, query: Tensor, keys: Tensor, values: Tensor, *, scale: float, softcap: float | None

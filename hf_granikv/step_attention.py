@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ from hf_granikv.step_work import StepWork, place_of, prepare
 from hf_granikv.views import AttentionState, LayerStep, PrefixPart
 
 Result = TypeVar("Result")
+
+
+class Known(NamedTuple):
+    """What a decode step knows of layers that are alike, once the first of them has run.
+
+    Attributes:
+        shape: Of the query.
+        dtype: Likewise.
+        rule: What they do to their scores; without sinks.
+        work: What there is to do in each.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    rule: ScoreRule
+    work: StepWork
 
 
 def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
@@ -48,9 +64,10 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     if work.decode is not None:
         place = work.places.get(step.layer_idx)
         if place is None:
-            place = place_of(work.decode, work.in_order, step)
-        if rule.sinks is None:
-            scratch[_of_alike(query, step, rule.scale, rule.softcap)] = work, rule
+            place = place_of(work, step)
+        if rule.sinks is None and step.plan.alike.get(step.layer_idx) is None:
+            known = Known(query.shape, query.dtype, rule, work)
+            step.plan.alike.update(dict.fromkeys(work.places, known))
         return _timed_decode(query, step, work, place, rule)
     states = [state for level in work.levels for state in _of_level(query, step, level, rule)]
     own_keys, own_values = step.private.tensors
@@ -80,18 +97,13 @@ def decoded_as_before(
     Returns:
         As `step_attention`; None if there was none, or its tokens are not known to lie as here.
     """
-    known = step.plan.scratch.get(_of_alike(query, step, scale, softcap))
-    if known is None:
+    known = step.plan.alike.get(step.layer_idx)
+    if known is None or known.shape != query.shape or known.dtype != query.dtype:
         return None
-    work, rule = known
-    place = work.places.get(step.layer_idx)
-    return None if place is None else _decoded(query, step, work, place, rule)
-
-
-def _of_alike(
-    query: Tensor, step: LayerStep, scale: float, softcap: float | None
-) -> tuple[object, ...]:
-    return "decoded", query.shape, query.dtype, query.device, step.window, scale, softcap
+    work, rule = known.work, known.rule
+    if rule.scale != scale or rule.softcap != softcap or not query.is_cpu:
+        return None
+    return _decoded(query, step, work, work.places[step.layer_idx], rule)
 
 
 def _decoded(
@@ -130,7 +142,7 @@ def _timed_decode(
     seconds: list[float] = []
     out = _decoded(query, step, work, place, rule, seconds)
     of_parts = [*zip(work.along, seconds, strict=False)]
-    of_parts += [(part, seconds[-1]) for part in work.in_order if part.in_pass]
+    of_parts += [(part, seconds[-1]) for part in work.in_pass]
     for part, taken in of_parts:
         if part.note is not None and part.note.is_due:
             part.note.took(partial(float, taken))

@@ -1,7 +1,7 @@
 """What attention works out at the first layer of a kind in a forward pass, for all others too."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -33,6 +33,7 @@ class StepWork:
         mask: What rows see from there on; None = everything.
         decode: The compiled pass, with the kernels of `along`; None where torch does its work.
         along: The parts whose kernels run along with it.
+        in_pass: Those that rows read in it as if they were their own.
         apart: Those that are attended to before it, in whole or for their fringe.
         places: For the compiled pass, where the tokens of layers are.
     """
@@ -41,10 +42,11 @@ class StepWork:
     in_order: list[PartWork]
     suffix_start: int
     mask: SuffixMask | None
-    decode: DecodeAttention | None
-    along: list[PartWork]
-    apart: list[PartWork]
-    places: dict[int, Place]
+    decode: DecodeAttention | None = None
+    along: Sequence[PartWork] = ()
+    in_pass: Sequence[PartWork] = ()
+    apart: Sequence[PartWork] = ()
+    places: dict[int, Place] = field(default_factory=dict)
 
 
 def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
@@ -72,35 +74,45 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
         if work.attend is not None or work.in_pass or work.fringe_mask is not None:
             levels.setdefault(part.group.depth, []).append(work)
     in_order = list(chain.from_iterable(levels.values()))
-    decode, places, along = None, {}, [part for part in in_order if part.is_compiled]
-    if spans is not None:
-        decode = DecodeAttention(
-            query,
-            step.private,
-            spans,
-            scale=rule.scale,
-            num_segment_tokens=[s.keys.shape[1] for s in segments_of(in_order, step)],
-            prefixes=[_prefix(part) for part in along],
-        )
-        places = _places(decode, in_order, step)
+    in_torch = StepWork(list(levels.values()), in_order, start, ready_mask(mask, query))
+    return in_torch if spans is None else _with_pass(in_torch, query, step, rule, spans)
+
+
+def _with_pass(
+    work: StepWork, query: Tensor, step: LayerStep, rule: ScoreRule, spans: NDArray[np.int64]
+) -> StepWork:
+    """The same with the compiled pass of a decode step."""
+    along = [part for part in work.in_order if part.is_compiled]
+    in_pass = [part for part in work.in_order if part.in_pass]
     apart = [
         part
-        for part in in_order
+        for part in work.in_order
         if part.fringe_mask is not None or not (part.in_pass or part.is_compiled)
     ]
-    ready = ready_mask(mask, query)
-    return StepWork(list(levels.values()), in_order, start, ready, decode, along, apart, places)
+    decode = DecodeAttention(
+        query,
+        step.private,
+        spans,
+        scale=rule.scale,
+        num_segment_tokens=[segment.keys.shape[1] for segment in _segments(in_pass, step)],
+        prefixes=[_prefix(part) for part in along],
+    )
+    work = replace(work, decode=decode, along=along, in_pass=in_pass, apart=apart)
+    layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **step.plan.to_come}
+    work.places.update(
+        (layer_idx, place_of(work, its))
+        for layer_idx, its in layers.items()
+        if _is_alike(step, its)
+    )
+    return work
 
 
-def place_of(
-    decode: DecodeAttention, in_order: Sequence[PartWork], step: LayerStep | LayerTokens
-) -> Place:
+def place_of(work: StepWork, step: LayerStep | LayerTokens) -> Place:
     """Where the tokens of one layer are, for the compiled pass and what runs along with it."""
+    assert work.decode is not None
     assert step.private.storages is not None, "unsupported_reasons says so"
-    prefixes = [
-        common_keys(step.parts[part.part_idx], part.view) for part in in_order if part.is_compiled
-    ]
-    return decode.place(*step.private.storages, segments_of(in_order, step), prefixes)
+    prefixes = [common_keys(step.parts[part.part_idx], part.view) for part in work.along]
+    return work.decode.place(*step.private.storages, _segments(work.in_pass, step), prefixes)
 
 
 def _prefix(part: PartWork) -> Prefix:
@@ -111,25 +123,12 @@ def _prefix(part: PartWork) -> Prefix:
     return Prefix(attend.compiled, GroupStates(*attend.state, part.row_map))
 
 
-def segments_of(in_order: Sequence[PartWork], step: LayerStep | LayerTokens) -> list[Segment]:
+def _segments(in_pass: Sequence[PartWork], step: LayerStep | LayerTokens) -> list[Segment]:
     """What rows read in one layer as if it was their own."""
     return [
         Segment(*common_keys(step.parts[part.part_idx], part.view), part.row_map)
-        for part in in_order
-        if part.in_pass
+        for part in in_pass
     ]
-
-
-def _places(
-    decode: DecodeAttention, in_order: Sequence[PartWork], step: LayerStep
-) -> dict[int, Place]:
-    """Where the tokens of a layer are, and of those to come that are alike."""
-    layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **step.plan.to_come}
-    return {
-        layer_idx: place_of(decode, in_order, its)
-        for layer_idx, its in layers.items()
-        if _is_alike(step, its)
-    }
 
 
 def _is_alike(step: LayerStep, other: LayerStep | LayerTokens) -> bool:

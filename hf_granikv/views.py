@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from hf_granikv.journal import Journal
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Torch's name of a dtype, without `torch.`."""
     return str(dtype).removeprefix("torch.")
@@ -78,8 +80,7 @@ class LayerKind:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
+class GroupShape(NamedTuple):
     """The size of the matrix problem that one group of rows poses to one stored prefix.
 
     Attributes:
@@ -177,6 +178,7 @@ class StepPlan:
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
         to_come: Layers that have not run, as far as it is known what they read.
+        alike: By layer, what attention knows of those that are like one that has run.
         scratch: What attention works out once per forward and keeps for the other layers.
     """
 
@@ -194,6 +196,7 @@ class StepPlan:
     dispatch: str
     journal: Journal
     to_come: dict[int, "LayerTokens"] = field(default_factory=dict)
+    alike: dict[int, Any] = field(default_factory=dict)
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def of_last_queries(self, q_len: int) -> "StepPlan":

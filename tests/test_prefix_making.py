@@ -1,7 +1,6 @@
 """Prefixes that keep the few tokens before them, and prefixes made of what rows hold already."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def test_copies_do_not_pay_where_the_tokens_are_many_or_merges_cheap(
 ) -> None:
     cost = fusing_cost(SHAPE, constants=constants, backends=BACKENDS)
     assert cost.pays
-    many = fusing_cost(replace(SHAPE, prefix_len=4096), constants=constants, backends=BACKENDS)
+    many = fusing_cost(SHAPE._replace(prefix_len=4096), constants=constants, backends=BACKENDS)
     assert not many.pays
     assert many.apart_s > cost.apart_s
 

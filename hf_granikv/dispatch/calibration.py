@@ -168,7 +168,7 @@ def shapes(dtype: torch.dtype, peak_flops_per_s: float = math.inf) -> list[Group
                     dtype_bytes=dtype.itemsize,
                     dtype=dtype_name(dtype),
                 )
-                found += [replace(shape, num_rows=rows, q_len=q_len) for rows, q_len in sizes]
+                found += [shape._replace(num_rows=rows, q_len=q_len) for rows, q_len in sizes]
     found = [shape for shape in found if _num_products(shape) <= most]
     random.Random(0).shuffle(found)
     return found

@@ -1,7 +1,7 @@
 """Chooses the backend of each prefix group, once per step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from hf_granikv.dispatch.device_constants import constants_for
@@ -83,7 +83,7 @@ class Dispatcher:
         Raises:
             ValueError: The backend asked for cannot serve the group, or none can.
         """
-        family = replace(shape, prefix_len=0), device
+        family = shape._replace(prefix_len=0), device
         key = (family, _length_bucket(shape.prefix_len))
         decision = self._decisions.get(key)
         if decision is None:

@@ -1,7 +1,7 @@
 """Predicts whether a prefix should keep the few tokens before it, or leave them where they are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hf_granikv.dispatch.dispatcher import Candidate
 from hf_granikv.dispatch.roofline import DeviceConstants, call_s, predict_all
@@ -41,7 +41,7 @@ def fusing_cost(
         constants: Of the device.
         backends: Backends by name.
     """
-    together = replace(shape, num_rows=_SIBLINGS)
+    together = shape._replace(num_rows=_SIBLINGS)
     able = {n: b for n, b in backends.items() if not b.unsupported_reasons(together)}
     dtype = shape.dtype_name
     # a level read apart needs, besides its backend, one merge more

@@ -122,7 +122,7 @@ def _of_kind(
     if prefix_s:
         fastest = min(prefix_s, key=prefix_s.__getitem__)
         regime = regime_of(works[fastest], constants, fastest, model.dtype)
-    own = backends["per_row"].work(replace(shape, prefix_len=seen_suffix))
+    own = backends["per_row"].work(shape._replace(prefix_len=seen_suffix))
     # what was measured for it, else what reading a copy in every row takes
     name = PRIVATE if constants.knows([PRIVATE], model.dtype) else "per_row"
     own = replace(own, stored_bytes=own.bytes)
@@ -132,7 +132,7 @@ def _of_kind(
     # a layer that reads another one's keys and values stores none
     token_bytes = int(layer.stores) * 2 * model.num_kv_heads * model.head_dim * shape.dtype_bytes
     kept = length if window is None else min(length, window.size - 1)
-    whole = replace(shape, prefix_len=seen_prefix + seen_suffix)
+    whole = shape._replace(prefix_len=seen_prefix + seen_suffix)
     return KindPrediction(
         layer=layer,
         num_layers=num_layers,

@@ -108,11 +108,11 @@ def merging_gain_s(
     Returns:
         Negative where the copy costs more than it saves.
     """
-    before = replace(shape, prefix_len=num_before)
-    both = replace(shape, prefix_len=num_before + shape.prefix_len)
+    before = shape._replace(prefix_len=num_before)
+    both = shape._replace(prefix_len=num_before + shape.prefix_len)
     apart_s = _shared_s(before, constants, backends) + _shared_s(shape, constants, backends)
     step_gain_s = apart_s - _shared_s(both, constants, backends)
-    num_bytes = backends["per_row"].work(replace(both, num_rows=1)).bytes
+    num_bytes = backends["per_row"].work(both._replace(num_rows=1)).bytes
     # read once, and written once
     return num_steps * step_gain_s - 2 * num_bytes / constants.bandwidth_bytes_per_s
 

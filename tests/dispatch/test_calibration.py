@@ -1,7 +1,6 @@
 """Measuring: what is run, in which order, and what comes out of it. Times themselves are not tested."""
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def test_products_end_where_the_next_would_take_longer_than_all_may():
 
 
 def test_shapes_hold_their_dtype():
-    assert replace(shapes(torch.float16)[0], dtype="").dtype_name == "bfloat16"
+    assert shapes(torch.float16)[0]._replace(dtype="").dtype_name == "bfloat16"
     assert shapes(torch.float16)[0].dtype_name == "float16"
 
 
@@ -172,8 +171,8 @@ def test_private_tokens_are_those_of_each_row(num_rows, dtype):
     path, length = PrivatePath(), 20 // num_rows
     shape = GroupShape(num_rows, 1, 20, 2, 3, 16, dtype.itemsize)
     assert path.unsupported_reasons(shape) == []
-    assert path.unsupported_reasons(replace(shape, q_len=2))
-    assert path.unsupported_reasons(replace(shape, num_rows=21))
+    assert path.unsupported_reasons(shape._replace(q_len=2))
+    assert path.unsupported_reasons(shape._replace(num_rows=21))
     # each row reads its own, once
     assert path.work(shape).stored_bytes == 2 * 2 * num_rows * length * 16 * dtype.itemsize
 

@@ -1,5 +1,5 @@
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -68,14 +68,14 @@ def test_the_earlier_choice_stays_unless_another_is_a_tenth_faster(gain, expecte
     dispatcher = fakes(Fake({1000: 1.0, 2000: 1.0}), Fake({1000: 2.0, 2000: 1.0 - gain}))
     assert dispatcher.choose(SHAPE, "cpu").backend_name == "a"
 
-    assert dispatcher.choose(replace(SHAPE, prefix_len=2000), "cpu").backend_name == expected
+    assert dispatcher.choose(SHAPE._replace(prefix_len=2000), "cpu").backend_name == expected
 
 
 def test_groups_of_another_size_have_no_earlier_choice():
     dispatcher = fakes(Fake({1000: 1.0, 2000: 1.0}), Fake({1000: 2.0, 2000: 0.95}))
     dispatcher.choose(SHAPE, "cpu")
 
-    other = replace(SHAPE, prefix_len=2000, num_rows=17)
+    other = SHAPE._replace(prefix_len=2000, num_rows=17)
 
     assert dispatcher.choose(other, "cpu").backend_name == "b"
 
@@ -85,7 +85,7 @@ def test_a_growing_prefix_asks_the_backends_once_per_length_bucket():
     dispatcher = fakes(backend)
 
     first, *others = [
-        dispatcher.choose(replace(SHAPE, prefix_len=length), "cpu") for length in range(1024, 1152)
+        dispatcher.choose(SHAPE._replace(prefix_len=length), "cpu") for length in range(1024, 1152)
     ]
 
     assert all(decision is first for decision in others)
@@ -137,7 +137,7 @@ def test_the_regime_names_the_bound(constants, regime):
     [(1, 128, "per_row"), (1, 4096, "per_row"), (16, 4096, "cascade"), (64, 512, "cascade")],
 )
 def test_a_cpu_with_avx2_shares_from_a_few_rows_on(rows, prefix_len, expected):
-    shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len)
+    shape = SHAPE._replace(num_rows=rows, prefix_len=prefix_len)
 
     dispatcher = Dispatcher(backends=BACKENDS, constants=AVX2)
 
@@ -159,7 +159,7 @@ def test_a_cpu_with_avx2_shares_from_a_few_rows_on(rows, prefix_len, expected):
 def test_the_table_of_a_cpu_with_amx_shares_where_that_was_measured(
     rows, prefix_len, dtype, expected
 ):
-    shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len, dtype=dtype)
+    shape = SHAPE._replace(num_rows=rows, prefix_len=prefix_len, dtype=dtype)
 
     dispatcher = Dispatcher(backends=BACKENDS, constants=amx_table())
 
@@ -171,7 +171,7 @@ def test_the_table_of_a_cpu_with_amx_shares_where_that_was_measured(
     [(1, 4096, "per_row"), (2, 64, "per_row"), (4, 1024, "cascade"), (16, 4096, "cascade")],
 )
 def test_the_table_of_a_cpu_with_avx512_shares_where_that_was_measured(rows, prefix_len, expected):
-    shape = replace(SHAPE, num_rows=rows, prefix_len=prefix_len, dtype="float32", dtype_bytes=4)
+    shape = SHAPE._replace(num_rows=rows, prefix_len=prefix_len, dtype="float32", dtype_bytes=4)
 
     dispatcher = Dispatcher(backends=BACKENDS, constants=avx512_table())
 
@@ -180,9 +180,9 @@ def test_the_table_of_a_cpu_with_avx512_shares_where_that_was_measured(rows, pre
 
 def test_another_prefix_altogether_is_no_earlier_choice():
     dispatcher = fakes(Fake({64: 1.0, 4096: 2.0}), Fake({64: 2.0, 4096: 1.95}))
-    assert dispatcher.choose(replace(SHAPE, prefix_len=64), "cpu").backend_name == "a"
+    assert dispatcher.choose(SHAPE._replace(prefix_len=64), "cpu").backend_name == "a"
 
-    assert dispatcher.choose(replace(SHAPE, prefix_len=4096), "cpu").backend_name == "b"
+    assert dispatcher.choose(SHAPE._replace(prefix_len=4096), "cpu").backend_name == "b"
 
 
 def test_a_decision_says_where_its_numbers_come_from():
@@ -201,7 +201,7 @@ def test_a_choice_takes_less_than_fifty_microseconds(constants):
         dispatcher = Dispatcher(backends=BACKENDS, constants=constants)
         for taken in (new_us, known_us):
             start = time.perf_counter()
-            dispatcher.choose(replace(SHAPE, prefix_len=1000 + i), "cpu")
+            dispatcher.choose(SHAPE._replace(prefix_len=1000 + i), "cpu")
             taken.append(1e6 * (time.perf_counter() - start))
 
     assert min(new_us) < 50

@@ -1,6 +1,5 @@
 """Predicted gain of one stored prefix, or of a level more, over a copy in every row."""
 
-from dataclasses import replace
 
 import pytest
 
@@ -25,14 +24,14 @@ def gain_s(shape: GroupShape, num_steps: int, hidden_size: int = 576) -> float:
 
 
 def step_gain_us(num_rows: int, prefix_len: int) -> float:
-    shape = replace(SHAPE, num_rows=num_rows, prefix_len=prefix_len)
+    shape = SHAPE._replace(num_rows=num_rows, prefix_len=prefix_len)
     return 1e6 * (gain_s(shape, 1) - gain_s(shape, 0))
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 1000])
 @pytest.mark.parametrize("prefix_len", [1, 128, 1024])
 def test_one_row_does_not_gain(prefix_len: int, num_steps: int) -> None:
-    assert gain_s(replace(SHAPE, num_rows=1, prefix_len=prefix_len), num_steps) < 0
+    assert gain_s(SHAPE._replace(num_rows=1, prefix_len=prefix_len), num_steps) < 0
 
 
 # microseconds per layer and step that were measured against DynamicCache, on the CPU of
@@ -60,21 +59,21 @@ def test_the_gain_of_a_step_is_the_measured_one_within_a_factor(
 
 
 def test_saved_prefill_pays_for_few_slower_steps_only() -> None:
-    shape = replace(SHAPE, num_rows=2)
+    shape = SHAPE._replace(num_rows=2)
     assert gain_s(shape, 10) > 0
     assert gain_s(shape, 10_000) < 0
 
 
 @pytest.mark.parametrize("field", ["num_rows", "prefix_len"])
 def test_more_to_share_gains_more(field: str) -> None:
-    larger = replace(SHAPE, **{field: 2 * getattr(SHAPE, field)})
+    larger = SHAPE._replace(**{field: 2 * getattr(SHAPE, field)})
     assert gain_s(larger, 100) > gain_s(SHAPE, 100)
 
 
 def level_us(num_rows: int, num_tokens: int, *, num_saved: int = 0, num_steps: int = 1) -> float:
     """Of a level more, in microseconds per layer."""
     return 1e6 * level_gain_s(
-        replace(SHAPE, num_rows=num_rows, prefix_len=num_tokens),
+        SHAPE._replace(num_rows=num_rows, prefix_len=num_tokens),
         hidden_size=576,
         num_saved=num_saved,
         num_steps=num_steps,
@@ -100,7 +99,7 @@ def test_what_need_not_be_computed_pays_for_some_steps_of_a_level() -> None:
 def merging_us(num_before: int, num_tokens: int, num_steps: int = 1) -> float:
     """Of one level instead of two, in microseconds per layer."""
     return 1e6 * merging_gain_s(
-        replace(SHAPE, prefix_len=num_tokens),
+        SHAPE._replace(prefix_len=num_tokens),
         num_before,
         num_steps=num_steps,
         constants=AVX2,

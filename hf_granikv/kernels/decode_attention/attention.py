@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     numbers: "array[int]"
     of_segments: "array[int]"
-    of_prefixes: tuple["array[int]", ...]
+    of_prefixes: list["array[int]"]
 
 
 class DecodeAttention:
@@ -76,12 +76,12 @@ class DecodeAttention:
         kernel = compiled.load(MODULE)
         address: int = getattr(kernel, DTYPES[query.dtype]).address
         self._states: list[GroupStates] = []
-        ratio, lanes, lengths = num_q_heads // num_kv_heads, kernel.LANES, spans[:, 1] - spans[:, 0]
+        ratio, lanes = num_q_heads // num_kv_heads, kernel.LANES
         # whole vectors
         key_width, value_width, longest, totals, *of_segments = (
             -(-size // lanes) * lanes
             for size in (
-                *(key_dim, value_dim, int(lengths.max(initial=0)), ratio),
+                *(key_dim, value_dim, private.max_length, ratio),
                 *num_segment_tokens,
             )
         )
@@ -89,7 +89,7 @@ class DecodeAttention:
         self._tokens = np.arange(max(num_segment_tokens, default=0))
         self._tokens_at = _address(self._tokens)
         threads = torch.get_num_threads()
-        num_read = int(lengths.sum()) + num_rows * sum(num_segment_tokens)
+        num_read = num_rows * longest
         num_threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
         # queries; keys and values of as many tokens, their products, where they are; two pieces with
         # their sums, highest scores and totals; scores; shares
@@ -157,14 +157,12 @@ class DecodeAttention:
         of_segments = array("q")
         for segment in segments:
             of_segments.extend(self._numbers_of(segment))
-        numbers = [
-            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
-            *(len(segments), of_segments.buffer_info()[0]),
-        ]
-        of_prefixes = (
+        numbers = array("q", _tokens(keys, values))
+        numbers.extend((len(segments), of_segments.buffer_info()[0]))
+        of_prefixes = [
             kernel.place(*its) for kernel, its in zip(self._prefixes, prefixes, strict=True)
-        )
-        return Place(array("q", numbers), of_segments, tuple(of_prefixes))
+        ]
+        return Place(numbers, of_segments, of_prefixes)
 
     def run_at(
         self,
@@ -210,12 +208,10 @@ class DecodeAttention:
             compiled.run(*self._task)
         return out
 
-    def _numbers_of(self, segment: Segment) -> list[int]:
+    def _numbers_of(self, segment: Segment) -> tuple[int, ...]:
         keys, values, rows = segment
-        return [
-            *(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2]),
-            *(self._tokens_at, keys.shape[1], 0 if rows is None else _address(rows)),
-        ]
+        readers = 0 if rows is None else _address(rows)
+        return *_tokens(keys, values), self._tokens_at, keys.shape[1], readers
 
     def _take(self, states: Sequence[GroupStates]) -> None:
         """Writes down where the states are, if that is not where the last ones were."""
@@ -240,6 +236,12 @@ def _seconds_of(task: compiled.Task) -> float:
     start = perf_counter()
     compiled.run(*task)
     return perf_counter() - start
+
+
+def _tokens(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """Where keys and values of a layer are, and their strides by head and by token."""
+    (key_head, key_token, _), (value_head, value_token, _) = keys.stride(), values.stride()
+    return keys.data_ptr(), key_head, key_token, values.data_ptr(), value_head, value_token
 
 
 def _address(numbers: NDArray[Any]) -> int:
