@@ -36,7 +36,7 @@ class TokenTable:
     @property
     def max_length(self) -> int:
         """Private tokens of the longest row."""
-        return int(self.lengths.max(initial=0))
+        return max(self.lengths.tolist(), default=0)
 
     @property
     def stride(self) -> int | None:
@@ -45,6 +45,12 @@ class TokenTable:
         None if some row is not such a run; then readers gather.
         """
         return self._stride
+
+    @property
+    def run_length(self) -> int | None:
+        """Tokens of each row, if rows are runs of equal length; else None."""
+        lengths = set(self.lengths.tolist())
+        return lengths.pop() if self._stride is not None and len(lengths) == 1 else None
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +99,25 @@ class TokenTable:
             [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
             or [np.empty(0, dtype=np.int64)]
         ).astype(np.int64)
+
+    def next_of_runs(self, num_new: int) -> Slots | None:
+        """The next slots of every row, if rows are runs of equal length with room for them.
+
+        Returns:
+            `[num_rows, num_new]`; None if they are not.
+        """
+        start, stride = self.run_length, self._stride
+        if start is None or stride is None or start + num_new > stride:
+            return None
+        firsts = np.arange(start, start + self.num_rows * stride, stride)[:, None]
+        return firsts if num_new == 1 else firsts + np.arange(num_new)
+
+    def append_to_runs(self, slots: Slots) -> None:
+        """Gives each row its slots of `next_of_runs`."""
+        start, stop = self.max_length, self.max_length + slots.shape[1]
+        self._widen(stop)
+        self._slots[:, start:stop] = slots
+        self.lengths = self.lengths + slots.shape[1]
 
     def laid_out(self, stride: int) -> Slots:
         """`[num_rows, width]` the slots if row i was the run from `i * stride`; -1 beyond a row."""
