@@ -6,7 +6,7 @@ read before it is cut, and each forward is given its part of what remains to be 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -175,7 +175,7 @@ class CutPrompt:
             }
         starts_batch = self._starts_batch
         is_full = bool(owned.all())
-        layout = replace(self.layout, starts_batch=starts_batch, owned=owned, is_full=is_full)
+        layout = self.layout._replace(starts_batch=starts_batch, owned=owned, is_full=is_full)
         self.num_sent += 1
         self.num_held += owned.shape[1]
         counted = columns["position_ids"].cpu().numpy()

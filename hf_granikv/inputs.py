@@ -7,9 +7,8 @@ a pad. Tokens that repeat the prefix are compared with it and dropped.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +28,7 @@ from hf_granikv.row_prefixes import RowPrefixes
 PER_TOKEN_KWARGS = ("token_type_ids",)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRows:
+class HeldRows(NamedTuple):
     """The rows of the current batch, as far as reading inputs needs them.
 
     Attributes:
@@ -51,8 +49,7 @@ class HeldRows:
     pads_first: bool = False
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """How the columns of one forward pass map to tokens that rows own.
 
     Attributes:

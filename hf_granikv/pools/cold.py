@@ -224,11 +224,11 @@ class ColdPool(SlotRows):
     def _extend_runs(self, num_new: int) -> ColdWrite | None:
         """Gives each row so many more slots behind its run; None if rows are no equal runs with room."""
         start, slots = self.table.run_length, self.table.next_of_runs(num_new)
-        if slots is None or not self._allocator.try_take(slots.reshape(-1)):
+        if slots is None or not self._allocator.try_take(flat := slots.reshape(-1)):
             return None
         self.table.append_to_runs(slots)
         self._gather_indices = {}
-        return ColdWrite(slots.reshape(-1), None, start)
+        return ColdWrite(flat, None, start)
 
     def _runs(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         views = self._run_views[layer_idx]

@@ -1,6 +1,7 @@
 """Which slot holds the j-th private token of each row."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,23 +102,22 @@ class TokenTable:
         ).astype(np.int64)
 
     def next_of_runs(self, num_new: int) -> Slots | None:
-        """The next slots of every row, if rows are runs of equal length with room for them.
+        """The next slots of every row, if rows are runs of equal length, not empty, with room for them.
 
         Returns:
             `[num_rows, num_new]`; None if they are not.
         """
-        start, stride = self.run_length, self._stride
-        if start is None or stride is None or start + num_new > stride:
+        length, stride = self.run_length, self._stride
+        if not length or not num_new or stride is None or length + num_new > stride:
             return None
-        firsts = np.arange(start, start + self.num_rows * stride, stride)[:, None]
-        return firsts if num_new == 1 else firsts + np.arange(num_new)
+        return self._slots[:, length - 1 : length] + _counted(num_new)
 
     def append_to_runs(self, slots: Slots) -> None:
         """Gives each row its slots of `next_of_runs`."""
         start, stop = self.max_length, self.max_length + slots.shape[1]
         self._widen(stop)
         self._slots[:, start:stop] = slots
-        self.lengths = self.lengths + slots.shape[1]
+        self.lengths = self.lengths + _counted(slots.shape[1])[-1:]
 
     def laid_out(self, stride: int) -> Slots:
         """`[num_rows, width]` the slots if row i was the run from `i * stride`; -1 beyond a row."""
@@ -192,3 +192,11 @@ class TokenTable:
     def _width_for(self, length: int) -> int:
         width = self._slots.shape[1]
         return width if length <= width else max(length, width + width // 8)
+
+
+@lru_cache(maxsize=8)
+def _counted(num_new: int) -> NDArray[np.int64]:
+    """1 to `num_new`."""
+    counted = np.arange(1, num_new + 1)
+    counted.setflags(write=False)
+    return counted
