@@ -128,7 +128,8 @@ class ColdPool(SlotRows):
         if write.start is None:
             return None
         keys, values = self._runs(layer_idx)
-        return Places(*(runs.narrow(2, write.start, q_len) for runs in (keys, values)))
+        start = write.start
+        return Places(keys.narrow(2, start, q_len), values.narrow(2, start, q_len))
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.
