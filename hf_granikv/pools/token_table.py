@@ -114,10 +114,10 @@ class TokenTable:
 
     def append_to_runs(self, slots: Slots) -> None:
         """Gives each row its slots of `next_of_runs`."""
-        start, stop = self.max_length, self.max_length + slots.shape[1]
-        self._widen(stop)
-        self._slots[:, start:stop] = slots
-        self.lengths = self.lengths + _counted(slots.shape[1])[-1:]
+        num_new, length = slots.shape[1], self.max_length
+        self._widen(length + num_new)
+        self._slots[:, length : length + num_new] = slots
+        self.lengths = self.lengths + _counted(num_new)[-1:]
 
     def laid_out(self, stride: int) -> Slots:
         """`[num_rows, width]` the slots if row i was the run from `i * stride`; -1 beyond a row."""
