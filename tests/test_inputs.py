@@ -428,9 +428,14 @@ def test_a_forward_with_other_rows_than_those_held_is_refused(
     assert_refused(cache, model, lambda: model(input_ids=ids, **cached(cache)), ValueError, message)
 
 
+@pytest.mark.nothing_shared
+@pytest.mark.parametrize("attention", ["granikv", "sdpa"])
 @pytest.mark.parametrize("num_columns", [1, 3])
-def test_pads_may_come_after_columns_that_all_rows_own(model: Any, num_columns: int) -> None:
+def test_pads_may_come_after_columns_that_all_rows_own(
+    tiny_model: Callable[..., PreTrainedModel], num_columns: int, attention: str
+) -> None:
     """Which columns are tokens is not noted until one is none."""
+    model: Any = tiny_model("llama", attention)
     cache, rows = prefilled(model), whole(EVEN)
     new = [tokens(num_columns, seed=7), tokens(num_columns, seed=8)]
     columns = [[*new[0], 5, 6], [*new[1], PAD_ID, 6]]
@@ -445,6 +450,9 @@ def test_pads_may_come_after_columns_that_all_rows_own(model: Any, num_columns: 
             mask = torch.cat([mask, its], 1)
             ids = torch.tensor([row[start:stop] for row in columns])
             logits = model(input_ids=ids, attention_mask=mask, **cached(cache)).logits[:, -1]
+            # a pad has the position of the token before it
+            positions = cache.rows.current_step().plan.positions
+            assert positions.tolist() == (mask.sum(1, keepdim=True) - 1).tolist()
     for row, ids in enumerate([[*rows[0], *columns[0]], [*rows[1], *new[1], 6]]):
         want = logits_alone(model, ids, 1)[-1]
         torch.testing.assert_close(logits[row], want, atol=1e-4, rtol=0)
