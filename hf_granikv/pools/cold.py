@@ -64,7 +64,7 @@ class ColdPool(SlotRows):
         """Gives each row `counts[i]` more slots, growing the storage if need be.
 
         Args:
-            counts: `[num_rows]` new tokens of each row, or one number for all rows.
+            counts: `[num_rows]` new tokens of each row; one number for all rows, without a `source`.
             source: `[counts.sum()]` see `ColdWrite`.
             spare: Room to leave behind a run, as a fraction of the longest: more of it saves
                 copies, and holds more bytes.
