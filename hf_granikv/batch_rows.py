@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_granikv.errors import IntegrityError, StalePrefixError
-from hf_granikv.inputs import Bools
+from hf_granikv.inputs import Bools, Layout
 from hf_granikv.pools import ColdPool, Prefix, RowStates
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.pools.storage import KeysAndValues
@@ -121,15 +121,11 @@ class BatchRows:
         self.num_columns, self._owned, self.recounts_positions = 0, None, False
         self.reads = reads
 
-    def append_columns(self, owned: Bools) -> None:
-        """Adds columns behind the others.
-
-        Args:
-            owned: `[num_rows, q_len]` which of them hold a token of the row.
-        """
-        if self._owned is not None or not owned.all():
-            self._owned = np.concatenate([self.owned_columns(), owned], axis=1)
-        self.num_columns += owned.shape[1]
+    def append_columns(self, layout: Layout) -> None:
+        """Adds the columns of a forward behind the others."""
+        if self._owned is not None or not layout.is_full:
+            self._owned = np.concatenate([self.owned_columns(), layout.owned], axis=1)
+        self.num_columns += layout.owned.shape[1]
 
     def drop_columns(self, num_columns: int) -> int:
         """Takes the last columns away, those of the prefix aside.

@@ -6,7 +6,7 @@ read before it is cut, and each forward is given its part of what remains to be 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -110,7 +110,7 @@ class CutPrompt:
         columns: dict[str, Tensor] = {
             name: tensor for name in _PER_TOKEN if (tensor := kwargs.get(name)) is not None
         }
-        num_held = 0 if layout.starts_batch or held.owned is None else held.owned.shape[1]
+        num_held = 0 if layout.starts_batch else held.num_columns
         return cls(
             first_column=max(0, ids.shape[1] - layout.owned.shape[1]),
             chunks=torch.split(ids, size, dim=-1),
@@ -150,11 +150,10 @@ class CutPrompt:
             is_first: Whether it is the first forward of a `generate` call.
         """
         ids = kwargs.get("input_ids")
-        num_columns = 0 if held.owned is None else held.owned.shape[1]
         return (
             is_first == (self.num_sent == 0)
             and self.num_sent < len(self.chunks)
-            and (num_columns == self.num_held or self._starts_batch)
+            and (held.num_columns == self.num_held or self._starts_batch)
             and ids is not None
             and torch.equal(ids, self.chunks[self.num_sent].to(ids.device))
         )
@@ -175,14 +174,12 @@ class CutPrompt:
                 name: tensor.new_zeros(len(tensor), 1) for name, tensor in self.columns.items()
             }
         starts_batch = self._starts_batch
-        layout = replace(self.layout, starts_batch=starts_batch, owned=owned)
+        is_full = bool(owned.all())
+        layout = self.layout._replace(starts_batch=starts_batch, owned=owned, is_full=is_full)
         self.num_sent += 1
         self.num_held += owned.shape[1]
-        before = None if starts_batch else held.owned
         counted = columns["position_ids"].cpu().numpy()
-        return layout, with_positions_and_mask(
-            {**kwargs, **columns}, layout, counted, before, held.pads_first
-        )
+        return layout, with_positions_and_mask({**kwargs, **columns}, layout, counted, held)
 
     @property
     def _starts_batch(self) -> bool:

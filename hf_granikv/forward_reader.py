@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class ForwardReader:
             state.is_generation_pending = False
         self.owner.check(cache, state.num_rows, is_first=bool(generation))
         layout, kwargs, cut = self._laid_out(module, kwargs, generation)
-        if not state.needs_mask and layout.owned.all():
+        if not state.needs_mask and layout.is_full:
             kwargs["attention_mask"] = None
         if generation or layout.starts_batch:
             self._models.check(module)
@@ -88,7 +88,7 @@ class ForwardReader:
         self, module: nn.Module, kwargs: dict[str, Any], generation: dict[str, Any]
     ) -> tuple[Layout, dict[str, Any], CutPrompt | None]:
         """Gives the layout, the arguments rewritten, and what is still to come of a cut prompt."""
-        state, config = self._state, cast("Any", module.config)
+        state = self._state
         if kwargs.get("use_cache") is False:
             takes_positions = "position_ids" in forward_parameters(module)
             reason = self._served.why_no_pads(takes_positions=takes_positions)
@@ -98,7 +98,7 @@ class ForwardReader:
                 # who pads rows shall not learn of it when that is done
                 + (f" With the cache, rows have to be of equal length: {reason}." if reason else "")
             )
-        check_arguments(kwargs, takes_media=bool(config.sub_configs))
+        check_arguments(kwargs, module.config)
         check_keeps_cache(module)
         num_rows, _ = shape_of(kwargs)
         held, cut, self._cut_prompt = state.held_rows(num_rows), self._cut_prompt, None
@@ -127,11 +127,12 @@ class ForwardReader:
             served.check_length(layout.reads.shortest_chain, int(positions.max()) + 1 + num_ahead)
         if layout.dense_reason is None and (mask := kwargs.get("attention_mask")) is not None:
             # rows that come and go have each read their own tokens; pads are where others have more
-            reads_pads = not self._state.is_live or not layout.owned.all()
+            reads_pads = not self._state.is_live or not layout.is_full
             served.check_padding(
                 mask.shape[-1] + num_ahead, takes_positions=takes_positions, reads_pads=reads_pads
             )
-        served.check_reach(layout.reads)
+        if self._state.has_windows:
+            served.check_reach(layout.reads)
 
     def first_column(self, caller: FrameType) -> int:
         """Answers `generate` that asks how much the cache holds: 0, so that prompts arrive whole.

@@ -7,8 +7,8 @@ a pad. Tokens that repeat the prefix are compared with it and dropped.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,14 +28,15 @@ from hf_granikv.row_prefixes import RowPrefixes
 PER_TOKEN_KWARGS = ("token_type_ids",)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRows:
+class HeldRows(NamedTuple):
     """The rows of the current batch, as far as reading inputs needs them.
 
     Attributes:
         reads: The prefixes that the rows read, or would start from.
         lengths: `[num_rows]` private tokens of each row; None if no batch has started.
-        owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row.
+        owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row; None
+            if all do.
+        num_columns: Columns since the prefix.
         recounts_positions: Whether positions that come along are to be counted anew.
         pads_first: Whether masks must show pads before the prefix: local layers count columns.
     """
@@ -43,18 +44,19 @@ class HeldRows:
     reads: RowPrefixes
     lengths: Ints | None
     owned: Bools | None
+    num_columns: int
     recounts_positions: bool
     pads_first: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How the columns of one forward pass map to tokens that rows own.
 
     Attributes:
         starts_batch: Whether the rows start from the prefix, replacing those held now.
         reads: The prefixes that the rows read.
         owned: `[num_rows, q_len]` True where a new column is a token of the row, False for pads.
+        is_full: Whether all of them are tokens.
         dense_reason: Why the shared path must not be used, or None.
         recounts_positions: Whether rows end in pads: `generate` will count their positions on from
             the last column, which is wrong.
@@ -63,8 +65,17 @@ class Layout:
     starts_batch: bool
     reads: RowPrefixes
     owned: Bools
+    is_full: bool
     dense_reason: str | None = None
     recounts_positions: bool = False
+
+
+@lru_cache(maxsize=8)
+def all_tokens(num_rows: int, q_len: int) -> Bools:
+    """`[num_rows, q_len]` True, and read-only: forwards of one shape share it."""
+    owned = np.ones((num_rows, q_len), dtype=bool)
+    owned.setflags(write=False)
+    return owned
 
 
 def read_generation(
@@ -122,9 +133,10 @@ def read_generation(
         columns = np.take_along_axis(order, np.clip(from_end, 0, num_ids - 1), axis=1)
     kwargs = _take_columns(kwargs, columns, is_given, positions, starts, owned)
     ends_in_pads = bool(num_ids and not is_real[:, -1].all())
-    layout = Layout(True, reads, owned, recounts_positions=ends_in_pads)
+    is_full = bool(owned.all())
+    layout = Layout(True, reads, owned, is_full, recounts_positions=ends_in_pads)
     kwargs["position_ids"] = None
-    return layout, with_positions_and_mask(kwargs, layout, positions, None, held.pads_first)
+    return layout, with_positions_and_mask(kwargs, layout, np.maximum(positions, 0), held)
 
 
 def _computed_from(starts: RowPrefixes, lengths: Ints, num_asked: Any) -> RowPrefixes:
@@ -159,16 +171,16 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
         ValueError: If mask, rows or ids do not go with what the cache holds.
     """
     num_rows, num_ids = shape_of(kwargs)
-    starts_batch, seen = held.lengths is None, held.reads.lengths
-    known = np.zeros(num_rows, dtype=np.int64) if held.lengths is None else held.lengths
+    seen = held.reads.lengths.tolist()
+    known = [0] * num_rows if held.lengths is None else held.lengths.tolist()
     if len(known) != num_rows:
         raise ValueError(
             f"the forward has {num_rows} rows, the cache holds {len(known)}; call cache.reset() to "
             "start a new batch from the prefix."
         )
-    given = kwargs.get("attention_mask")
+    before = [of_prefix + own for of_prefix, own in zip(seen, known, strict=True)]
+    given, owned, is_full = kwargs.get("attention_mask"), all_tokens(num_rows, num_ids), True
     dense_reason = None
-    owned = np.ones((num_rows, num_ids), dtype=bool)
     needs_2d = held.pads_first or not held.reads.is_even
     if isinstance(given, dict) or (given is not None and given.ndim != 2 and needs_2d):
         shape = "a dict" if isinstance(given, dict) else f"{given.ndim}-dimensional"
@@ -181,23 +193,39 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
     elif given is not None:
         num_hidden = given.shape[1] - num_ids
         _check_mask(given, num_rows, num_ids)
-        hidden = given[:, :num_hidden].sum(1).cpu().numpy()
-        owned = given[:, num_hidden:].bool().cpu().numpy()
-        wrong = np.flatnonzero(hidden != seen + known)
-        if len(wrong):
-            row = int(wrong[0])
+        # half precision would not count far
+        hidden = given[:, :num_hidden].sum(1, dtype=torch.int64).tolist()
+        if hidden != before:
+            row = next(row for row, shown in enumerate(hidden) if shown != before[row])
             raise ValueError(
                 f"attention_mask shows {hidden[row]} tokens of row {row} before the {num_ids} new "
-                f"columns, the cache holds {seen[row] + known[row]} "
+                f"columns, the cache holds {before[row]} "
                 f"({seen[row]} of the prefix, {known[row]} private); pass a mask over "
                 "everything held and the new tokens, or call cache.reset() to start again from "
                 "the prefix. Tokens of the prefix cannot be given again in a plain forward pass."
             )
-    layout = Layout(starts_batch, held.reads, owned, dense_reason)
+        owned, is_full = _tokens_among(given[:, num_hidden:])
+    layout = Layout(held.lengths is None, held.reads, owned, is_full, dense_reason)
     if held.recounts_positions and dense_reason is None:
         kwargs = {**kwargs, "position_ids": None}
-    positions = (seen + known)[:, None] + owned.cumsum(1) - 1
-    return layout, with_positions_and_mask(kwargs, layout, positions, held.owned, held.pads_first)
+    return layout, with_positions_and_mask(kwargs, layout, _positions(before, layout), held)
+
+
+def _tokens_among(mask: Tensor) -> tuple[Bools, bool]:
+    """Which of the `[num_rows, q_len]` new columns of a mask are tokens, and whether all are."""
+    # a list is there sooner than an array
+    if mask.shape[1] == 1 and all(shown for (shown,) in mask.tolist()):
+        return all_tokens(len(mask), 1), True
+    owned = mask.bool().cpu().numpy()
+    return owned, bool(owned.all())
+
+
+def _positions(before: list[int], layout: Layout) -> Ints | list[list[int]]:
+    """The positions of new columns after so many tokens of each row."""
+    if layout.is_full and layout.owned.shape[1] == 1:
+        return [[num_tokens] for num_tokens in before]
+    positions: Ints = np.array(before)[:, None] + layout.owned.cumsum(1) - 1
+    return np.maximum(positions, 0)
 
 
 def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
@@ -255,32 +283,33 @@ def _prefix_tokens(starts: RowPrefixes, positions: Ints) -> Ints:
 def with_positions_and_mask(
     kwargs: dict[str, Any],
     layout: Layout,
-    positions: Ints,
-    before: Bools | None,
-    pads_first: bool,
+    positions: Ints | list[list[int]],
+    held: HeldRows,
 ) -> dict[str, Any]:
     """Completes the arguments of a forward whose columns are known.
 
     Args:
         kwargs: The arguments; `position_ids` that are there stay.
         layout: The new columns.
-        positions: `[num_rows, q_len]` of the new columns.
-        before: `[num_rows, num_columns]` the columns since the prefix, as in `HeldRows.owned`.
-        pads_first: As in `HeldRows`.
+        positions: `[num_rows, q_len]` of the new columns, none of them negative.
+        held: The rows that go on, or did until these start.
     """
     kwargs = dict(kwargs)
     like = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = torch.from_numpy(np.maximum(positions, 0)).to(like.device)
+        kwargs["position_ids"] = torch.tensor(positions, dtype=torch.int64, device=like.device)
     if layout.dense_reason is not None:
         return kwargs
-    before = layout.owned[:, :0] if before is None else before
-    if layout.reads.is_even and before.all() and layout.owned.all():
+    before = None if layout.starts_batch else held.owned
+    if layout.reads.is_even and (before is None or before.all()) and layout.is_full:
         kwargs["attention_mask"] = None
     else:
+        if before is None:
+            num_before = 0 if layout.starts_batch else held.num_columns
+            before = np.ones((len(layout.owned), num_before), dtype=bool)
         of_prefix = layout.reads.column_of_prefix()
         columns = np.concatenate([of_prefix, before, layout.owned], axis=1)
-        columns = np.sort(columns, axis=1) if pads_first else columns
+        columns = np.sort(columns, axis=1) if held.pads_first else columns
         kwargs["attention_mask"] = torch.from_numpy(columns.astype(np.int64)).to(like.device)
     return kwargs
 

@@ -41,31 +41,33 @@ class LazyKeyValue(torch.Tensor):
     METADATA = _METADATA
 
     layer_step: LayerStep
-    token_dim: int
+    token_dim: int = 2
     is_value: bool
     kept_dtype: torch.dtype
-    is_buffer: bool
-    is_written: bool
+    is_buffer: bool = False
+    is_written: bool = False
     # what the model has made of the parts, prefixes and suffix; None as long as they are the step's
-    _parts: tuple[tuple[Tensor, ...], Tensor] | None
-    _dense: Tensor | None
+    _parts: tuple[tuple[Tensor, ...], Tensor] | None = None
+    _dense: Tensor | None = None
 
     @staticmethod
     def __new__(cls, layer_step: LayerStep, *, is_value: bool) -> "LazyKeyValue":
         """Wraps one side of `layer_step`."""
         shape, like = layer_step.private.like(is_value)
-        return cls._make(layer_step, (*shape[:2], layer_step.plan.kv_len, shape[3]), like, is_value)
+        return cls.of_shape(
+            layer_step, (*shape[:2], layer_step.plan.kv_len, shape[3]), like, is_value
+        )
 
     @classmethod
-    def _make(
+    def of_shape(
         cls, layer_step: LayerStep, shape: Sequence[int], like: Tensor, is_value: bool
     ) -> "LazyKeyValue":
+        """Wraps one side of `layer_step` whose shape is known, in the dtype of `like`, on its device."""
+        dtype = like.dtype
         lazy: LazyKeyValue = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=like.dtype, device=like.device
+            cls, shape, dtype=dtype, device=like.device
         )
-        lazy.layer_step, lazy.token_dim, lazy.is_value = layer_step, 2, is_value
-        lazy.kept_dtype, lazy.is_buffer, lazy.is_written = like.dtype, False, False
-        lazy._parts, lazy._dense = None, None
+        lazy.layer_step, lazy.is_value, lazy.kept_dtype = layer_step, is_value, dtype
         return lazy
 
     def _of_parts(
@@ -73,7 +75,7 @@ class LazyKeyValue(torch.Tensor):
     ) -> "LazyKeyValue":
         shape = list(suffix.shape)
         shape[token_dim] = self.layer_step.plan.kv_len
-        lazy = self._make(self.layer_step, shape, suffix, self.is_value)
+        lazy = self.of_shape(self.layer_step, shape, suffix, self.is_value)
         lazy.token_dim, lazy.is_buffer, lazy._parts = token_dim, is_buffer, (prefixes, suffix)
         return lazy
 

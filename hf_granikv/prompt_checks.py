@@ -45,23 +45,28 @@ def unread_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> list[str]:
         takes_media: Whether the model takes images or sounds, which come to places that are marked
             among the ids: no prefix is computed with any.
     """
-    given = {name for name, value in kwargs.items() if value is not None} - _UNDERSTOOD
+    given = [
+        name for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD
+    ]
     if takes_media:
-        given = {name for name in given if not any(word in name for word in _WORDS_OF_MEDIA)}
+        given = [name for name in given if not any(word in name for word in _WORDS_OF_MEDIA)]
     return sorted(given)
 
 
-def check_arguments(kwargs: dict[str, Any], *, takes_media: bool) -> None:
+def check_arguments(kwargs: dict[str, Any], config: Any) -> None:
     """Checks that nothing comes with a forward that a prefix was computed without.
 
     Args:
         kwargs: The arguments of the forward.
-        takes_media: As in `unread_arguments`.
+        config: Of the model. One that consists of others takes images or sounds.
 
     Raises:
         ValueError: Naming the arguments that may change keys and values.
     """
-    if unread := unread_arguments(kwargs, takes_media=takes_media):
+    unread = unread_arguments(kwargs, takes_media=False)
+    if unread and config.sub_configs:
+        unread = unread_arguments(kwargs, takes_media=True)
+    if unread:
         raise ValueError(
             f"{', '.join(unread)} came with a forward over a prefix, which is stored as the token ids "
             "alone give it, and may change keys and values. Leave it out, or generate without this "

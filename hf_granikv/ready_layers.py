@@ -25,10 +25,10 @@ def make_ready(state: CacheState, step: Step, first: int) -> None:
     if any(state.cold.storage(layer_idx) is None for layer_idx in others):
         return
     for layer_idx in others:
-        of_layer = layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx))
+        own = own_tokens(state, step, layer_idx)
+        of_layer = layer_step(state, step, layer_idx, own)
         step.ready[layer_idx] = _ready(state, step, of_layer)
-        tokens = LayerTokens(of_layer.parts, of_layer.private, of_layer.window)
-        step.plan.to_come[layer_idx] = tokens
+        step.plan.to_come[layer_idx] = LayerTokens(of_layer.parts, own, of_layer.window)
 
 
 def layer_step(state: CacheState, step: Step, layer_idx: int, own: PrivateTokens) -> LayerStep:
@@ -54,12 +54,15 @@ def own_tokens(state: CacheState, step: Step, layer_idx: int) -> PrivateTokens:
 def _ready(state: CacheState, step: Step, of_layer: LayerStep) -> ReadyLayer:
     assert of_layer.private.storages is not None, "they are in the pool"
     keys, values = of_layer.private.storages
-    num_rows, q_len = step.plan.num_rows, step.plan.q_len
+    num_rows, q_len, kv_len = step.plan.num_rows, step.plan.q_len, step.plan.kv_len
+    (num_heads, _, key_dim), (num_value_heads, _, value_dim) = keys.shape, values.shape
     return ReadyLayer(
-        (num_rows, keys.shape[0], q_len, keys.shape[2]),
-        (num_rows, values.shape[0], q_len, values.shape[2]),
+        (num_rows, num_heads, q_len, key_dim),
+        (num_rows, num_value_heads, q_len, value_dim),
         keys.dtype,
         state.cold.places(of_layer.layer_idx, step.write, q_len),
-        LazyKeyValue(of_layer, is_value=False),
-        LazyKeyValue(of_layer, is_value=True),
+        LazyKeyValue.of_shape(of_layer, (num_rows, num_heads, kv_len, key_dim), keys, False),
+        LazyKeyValue.of_shape(
+            of_layer, (num_rows, num_value_heads, kv_len, value_dim), values, True
+        ),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +22,9 @@ class Reading(NamedTuple):
     prefix: Prefix
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RowPrefixes:
-    """The chain of prefixes that each row reads.
+    """The chain of prefixes that each row reads. Immutable, so what it tells is worked out once.
 
     ```
     row 0   [ system ][ document A      ]
@@ -39,7 +40,6 @@ class RowPrefixes:
 
     leaves: tuple[Prefix | None, ...]
     lengths: Ints
-    _readings: list[tuple[Reading, ...]] = field(default_factory=list, repr=False)
     _parts: dict[int, tuple[PrefixPart, ...]] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -53,10 +53,10 @@ class RowPrefixes:
         """Rows of the batch."""
         return len(self.leaves)
 
-    @property
+    @cached_property
     def longest(self) -> int:
         """Prefix tokens of the row that sees most."""
-        return int(self.lengths.max(initial=0))
+        return max(self.lengths.tolist(), default=0)
 
     @property
     def longest_chain(self) -> int:
@@ -68,12 +68,12 @@ class RowPrefixes:
         """Tokens of the shortest chain, seen or not; 0 if some row reads none."""
         return int(self.chain_lengths.min(initial=self.longest_chain))
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether all rows see the same number of tokens."""
-        return not len(self.lengths) or bool((self.lengths == self.lengths[0]).all())
+        return len(set(self.lengths.tolist())) <= 1
 
-    @property
+    @cached_property
     def chain_lengths(self) -> Ints:
         """`[num_rows]` tokens of the whole chains."""
         return np.array([0 if p is None else p.stop for p in self.leaves], dtype=np.int64)
@@ -119,10 +119,8 @@ class RowPrefixes:
         return np.zeros(0, dtype=np.int64) if leaf is None else leaf.chain_ids
 
     def readings(self) -> tuple[Reading, ...]:
-        """Who reads what, worked out once; parents before their children."""
-        if not self._readings:
-            self._readings.append(self._grouped())
-        return self._readings[0]
+        """Who reads what; parents before their children."""
+        return self._readings
 
     def parts(self, layer_idx: int) -> tuple[PrefixPart, ...]:
         """What a layer has stored of what is read, worked out once, in the order of `readings`."""
@@ -132,7 +130,8 @@ class RowPrefixes:
             self._parts[layer_idx] = parts
         return parts
 
-    def _grouped(self) -> tuple[Reading, ...]:
+    @cached_property
+    def _readings(self) -> tuple[Reading, ...]:
         rows_of: dict[tuple[int, Prefix, int], list[int]] = {}
         for row, (leaf, length) in enumerate(zip(self.leaves, self.lengths.tolist(), strict=True)):
             for depth, level in enumerate(() if leaf is None else leaf.levels):

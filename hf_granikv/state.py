@@ -9,9 +9,10 @@ from hf_granikv.batch_rows import BatchRows, ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import RowsTakenError, UnannouncedForwardError
 from hf_granikv.held_prefixes import HeldPrefixes
-from hf_granikv.inputs import HeldRows, Layout
+from hf_granikv.inputs import HeldRows, Layout, all_tokens
 from hf_granikv.journal import Journal
 from hf_granikv.pools import HotPool, Prefix
+from hf_granikv.pools.cold_write import ColdWrite
 from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
 from hf_granikv.step import ReadyLayer, Step
 from hf_granikv.views import LayerKind, StepPlan
@@ -74,9 +75,15 @@ class CacheState(BatchRows):
         """The rows as `inputs` needs to see them; if there are none, those that would start."""
         if not self.num_rows:
             starts = self.prefixes.starting_rows(num_rows).shortened(self.num_cropped)
-            return HeldRows(starts, None, None, False, self.has_windows)
-        lengths, owned = self.cold.table.lengths, self.owned_columns()
-        return HeldRows(self.reads, lengths, owned, self.recounts_positions, self.has_windows)
+            return HeldRows(starts, None, None, 0, False, self.has_windows)
+        return HeldRows(
+            reads=self.reads,
+            lengths=self.cold.table.lengths,
+            owned=self._owned,
+            num_columns=self.num_columns,
+            recounts_positions=self.recounts_positions,
+            pads_first=self.has_windows,
+        )
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -116,28 +123,28 @@ class CacheState(BatchRows):
         layout, self._staged = self._staged, None
         if layout is None or layout.owned.shape != (num_rows, q_len):
             layout = self._plain_layout(num_rows, q_len, layout)
-        counts = layout.owned.sum(1)
-        self.cold.check_room(int(counts.sum()), replacing=layout.starts_batch)
+        counts = q_len if layout.is_full else layout.owned.sum(1)
+        num_new = num_rows * q_len if layout.is_full else int(layout.owned.sum())
+        self.cold.check_room(num_new, replacing=layout.starts_batch)
         self._cropped_before = None
         if layout.starts_batch:
             self._cropped_before = self._cropped_once_gone
             self.start_rows(num_rows, layout.reads)
             self.recounts_positions = layout.recounts_positions
         before = self.cold.table.lengths
-        is_even = bool(layout.owned.all())
-        source = None if is_even else np.flatnonzero(layout.owned)
+        source = None if layout.is_full else np.flatnonzero(layout.owned)
         # without a prefix the cache replaces DynamicCache and must not hold more than it does
         spare = 1 / 8 if self.reads_inputs else 1 / 128
         write = self.cold.extend(counts, source, spare=spare)
         try:
-            self.append_columns(layout.owned)
+            self.append_columns(layout)
         except BaseException:
-            self.cold.truncate(counts)
+            self.cold.truncate(np.broadcast_to(counts, num_rows))
             raise
         # from here on `settle` takes the tokens back, which no layer has written
         self._num_open = q_len
         try:
-            plan = self._plan(layout, before)
+            plan = self._plan(layout, before, write)
         except BaseException:
             self.settle()
             raise
@@ -287,24 +294,29 @@ class CacheState(BatchRows):
                 "reset() this one, or repeat its rows with batch_repeat_interleave."
             )
         reads = self.reads if self.num_rows else RowPrefixes.whole([None] * num_rows)
-        return Layout(not self.num_rows, reads, np.ones((num_rows, q_len), dtype=bool))
+        return Layout(not self.num_rows, reads, all_tokens(num_rows, q_len), is_full=True)
 
-    def _plan(self, layout: Layout, before: np.ndarray) -> StepPlan:
+    def _plan(self, layout: Layout, before: np.ndarray, write: ColdWrite) -> StepPlan:
         table, owned, mask, columns = self.cold.table, layout.owned, None, None
-        # without a prefix nobody reads it, and it is as large as the scores of one head
-        if self.reads_inputs:
+        # one token each after equally many sees all; without a prefix nobody reads the mask, and it
+        # is as large as the scores of one head
+        sees_all = owned.shape[1] == 1 and write.start is not None
+        if self.reads_inputs and not sees_all:
             mask = suffix_mask(owned, before, table.max_length)
         if self._owned is not None:
             columns = dense_columns(
                 self._owned, table.lengths, self.reads.longest, pads_first=self.has_windows
             )
+        positions = (self.reads.lengths + before)[:, None]
+        if owned.shape[1] != 1 or not layout.is_full:
+            positions = positions + owned.cumsum(1) - 1
         return StepPlan(
             num_rows=self.num_rows,
             q_len=owned.shape[1],
             prefix_lens=self.reads.lengths,
             kv_len=self.num_held,
             suffix_mask=mask,
-            positions=(self.reads.lengths + before)[:, None] + owned.cumsum(1) - 1,
+            positions=positions,
             is_token=owned,
             column_index=columns,
             dense_reason=layout.dense_reason,

@@ -50,7 +50,8 @@ def held(family: Family) -> Any:
 
 
 def layout_of(cache: Any, starts_batch: bool, owned: np.ndarray) -> Layout:
-    return Layout(starts_batch, cache._state.prefixes.starting_rows(len(owned)), owned)
+    reads = cache._state.prefixes.starting_rows(len(owned))
+    return Layout(starts_batch, reads, owned, is_full=bool(owned.all()))
 
 
 def step(cache: Any, layout: Layout) -> list[tuple[Tensor, Tensor]]:

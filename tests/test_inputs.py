@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_granikv
 from hf_granikv import AsymmetricPagedCache
+from hf_granikv.inputs import all_tokens
 
 P = len(PREFIX)
 RAGGED = suffixes(*SUFFIX_LENGTHS)
@@ -424,3 +426,54 @@ def test_a_forward_with_other_rows_than_those_held_is_refused(
     ids = torch.tensor(suffixes(1, 1, 1))
     message = "the forward has 3 rows, the cache holds 2"
     assert_refused(cache, model, lambda: model(input_ids=ids, **cached(cache)), ValueError, message)
+
+
+@pytest.mark.nothing_shared
+@pytest.mark.parametrize("attention", ["granikv", "sdpa"])
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_pads_may_come_after_columns_that_all_rows_own(
+    tiny_model: Callable[..., PreTrainedModel], num_columns: int, attention: str
+) -> None:
+    """Which columns are tokens is not noted until one is none."""
+    model: Any = tiny_model("llama", attention)
+    cache, rows = prefilled(model), whole(EVEN)
+    new = [tokens(num_columns, seed=7), tokens(num_columns, seed=8)]
+    columns = [[*new[0], 5, 6], [*new[1], PAD_ID, 6]]
+    shown = [1, 0, 1]
+    with torch.no_grad():
+        mask = torch.ones(2, P + 4, dtype=torch.int64)
+        model(input_ids=torch.tensor(EVEN), attention_mask=mask, **cached(cache))
+        for start in range(len(columns[0])):
+            stop = start + 1
+            its = torch.ones(2, 1, dtype=torch.int64)
+            its[1] = shown[max(0, start - num_columns + 1)]
+            mask = torch.cat([mask, its], 1)
+            ids = torch.tensor([row[start:stop] for row in columns])
+            logits = model(input_ids=ids, attention_mask=mask, **cached(cache)).logits[:, -1]
+            # a pad has the position of the token before it
+            positions = cache.rows.current_step().plan.positions
+            assert positions.tolist() == (mask.sum(1, keepdim=True) - 1).tolist()
+    for row, ids in enumerate([[*rows[0], *columns[0]], [*rows[1], *new[1], 6]]):
+        want = logits_alone(model, ids, 1)[-1]
+        torch.testing.assert_close(logits[row], want, atol=1e-4, rtol=0)
+
+
+def test_forwards_that_share_what_all_rows_own_cannot_write_to_it() -> None:
+    owned = all_tokens(2, 1)
+    assert owned is all_tokens(2, 1)
+    with pytest.raises(ValueError, match="read-only"):
+        owned[0] = False
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_missing", [-1, 0, 1])
+def test_every_token_before_a_step_is_counted(model: Any, dtype: Any, num_missing: int) -> None:
+    """bfloat16 cannot tell 300 from 301."""
+    cache = AsymmetricPagedCache(model.config)
+    cache.prefill(model, torch.tensor([tokens(300, seed=1)]))
+    mask = torch.ones(1, 301 - num_missing + 1, dtype=dtype)
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]]), attention_mask=mask[:, :301], **cached(cache))
+        told = nullcontext() if num_missing == 0 else pytest.raises(ValueError, match="mask shows")
+        with told:
+            model(input_ids=torch.tensor([[6]]), attention_mask=mask, **cached(cache))

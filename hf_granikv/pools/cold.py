@@ -56,7 +56,7 @@ class ColdPool(SlotRows):
 
     def extend(
         self,
-        counts: NDArray[np.int64],
+        counts: NDArray[np.int64] | int,
         source: NDArray[np.int64] | None,
         *,
         spare: float = 1 / 8,
@@ -64,7 +64,7 @@ class ColdPool(SlotRows):
         """Gives each row `counts[i]` more slots, growing the storage if need be.
 
         Args:
-            counts: `[num_rows]` new tokens of each row.
+            counts: `[num_rows]` new tokens of each row; one number for all rows, without a `source`.
             source: `[counts.sum()]` see `ColdWrite`.
             spare: Room to leave behind a run, as a fraction of the longest: more of it saves
                 copies, and holds more bytes.
@@ -72,8 +72,13 @@ class ColdPool(SlotRows):
         Raises:
             ColdPoolFullError: Before anything is changed.
         """
+        table = self.table
+        if isinstance(counts, int):
+            self.check_room(table.num_rows * counts, replacing=False)
+            if (write := self._extend_runs(counts)) is not None:
+                return write
+            counts = np.full(table.num_rows, counts)
         self.check_room(int(counts.sum()), replacing=False)
-        table, lengths = self.table, self.table.lengths
         # an empty batch has not been laid out yet; a scattered one stays scattered, since a
         # beam search would otherwise copy its rows at every step
         may_lay_out = table.stride is not None or table.max_length == 0
@@ -84,12 +89,10 @@ class ColdPool(SlotRows):
             table.scatter()
             self._grow(self.num_tokens + int(counts.sum()))
             slots = self._allocator.allocate(int(counts.sum()))
-        is_even = source is None and len(set(lengths.tolist())) == 1 and table.stride is not None
-        start = int(lengths[0]) if is_even else None
+        start = table.run_length if source is None else None
         table.append(counts, slots)
         self._gather_indices = {}
-        sources = None if source is None else torch.from_numpy(source)
-        return ColdWrite(torch.from_numpy(slots), sources, start)
+        return ColdWrite(slots, source, start)
 
     def write(self, layer_idx: int, write: ColdWrite, keys: Tensor, values: Tensor) -> None:
         """Stores the new tokens of one layer.
@@ -125,7 +128,8 @@ class ColdPool(SlotRows):
         if write.start is None:
             return None
         keys, values = self._runs(layer_idx)
-        return Places(*(runs.narrow(2, write.start, q_len) for runs in (keys, values)))
+        start = write.start
+        return Places(keys.narrow(2, start, q_len), values.narrow(2, start, q_len))
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all rows, row i valid up to `table.lengths[i]`.
@@ -187,7 +191,7 @@ class ColdPool(SlotRows):
                 if self.num_slots < num_rows * stride:
                     self.table.scatter()
             self._forget_views()
-            slots = self.extend(counts, None).slots
+            slots = torch.from_numpy(self.extend(counts, None).slots)
             for layer_idx, held in enumerate(tokens):
                 if held is not None:
                     self._storage.open(layer_idx, *held)
@@ -217,6 +221,15 @@ class ColdPool(SlotRows):
         twin._allocator.hold(self.table.flat())
         twin.table = self.table.copy()
         return twin
+
+    def _extend_runs(self, num_new: int) -> ColdWrite | None:
+        """Gives each row so many more slots behind its run; None if rows are no equal runs with room."""
+        start, slots = self.table.run_length, self.table.next_of_runs(num_new)
+        if slots is None or not self._allocator.try_take(flat := slots.reshape(-1)):
+            return None
+        self.table.append_to_runs(slots)
+        self._gather_indices = {}
+        return ColdWrite(flat, None, start)
 
     def _runs(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         views = self._run_views[layer_idx]

@@ -68,8 +68,10 @@ class SlotRows:
         Raises:
             ColdPoolFullError: With the numbers and the remedy.
         """
+        if self.limit is None:
+            return
         live = 0 if replacing else self.num_tokens
-        if self.limit is not None and live + num_new > self.limit:
+        if live + num_new > self.limit:
             raise ColdPoolFullError(
                 f"ColdPool has {self.limit - live} free slots of cold_slots={self.limit}, "
                 f"{num_new} needed; raise cold_slots, run fewer rows, or generate fewer tokens."

@@ -81,7 +81,12 @@ class SlotAllocator:
 
     def try_take(self, slots: Slots) -> bool:
         """Takes exactly these distinct slots if all of them exist and are free."""
-        if len(slots) and (slots.max() >= self.num_slots or self._holds[slots].any()):
+        try:
+            holds = self._holds[slots]
+        except IndexError:
+            return False
+        # a list is there sooner than a reduction
+        if any(holds.tolist()):
             return False
         self._take(slots)
         return True

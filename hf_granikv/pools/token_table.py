@@ -1,6 +1,7 @@
 """Which slot holds the j-th private token of each row."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ class TokenTable:
     @property
     def max_length(self) -> int:
         """Private tokens of the longest row."""
-        return int(self.lengths.max(initial=0))
+        return max(self.lengths.tolist(), default=0)
 
     @property
     def stride(self) -> int | None:
@@ -45,6 +46,12 @@ class TokenTable:
         None if some row is not such a run; then readers gather.
         """
         return self._stride
+
+    @property
+    def run_length(self) -> int | None:
+        """Tokens of each row, if rows are runs of equal length; else None."""
+        lengths = set(self.lengths.tolist())
+        return lengths.pop() if self._stride is not None and len(lengths) == 1 else None
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +100,24 @@ class TokenTable:
             [np.arange(start, start + n) for start, n in zip(starts, counts, strict=True)]
             or [np.empty(0, dtype=np.int64)]
         ).astype(np.int64)
+
+    def next_of_runs(self, num_new: int) -> Slots | None:
+        """The next slots of every row, if rows are runs of equal length, not empty, with room for them.
+
+        Returns:
+            `[num_rows, num_new]`; None if they are not.
+        """
+        length, stride = self.run_length, self._stride
+        if not length or not num_new or stride is None or length + num_new > stride:
+            return None
+        return self._slots[:, length - 1 : length] + _counted(num_new)
+
+    def append_to_runs(self, slots: Slots) -> None:
+        """Gives each row its slots of `next_of_runs`."""
+        num_new, length = slots.shape[1], self.max_length
+        self._widen(length + num_new)
+        self._slots[:, length : length + num_new] = slots
+        self.lengths = self.lengths + _counted(num_new)[-1:]
 
     def laid_out(self, stride: int) -> Slots:
         """`[num_rows, width]` the slots if row i was the run from `i * stride`; -1 beyond a row."""
@@ -167,3 +192,11 @@ class TokenTable:
     def _width_for(self, length: int) -> int:
         width = self._slots.shape[1]
         return width if length <= width else max(length, width + width // 8)
+
+
+@lru_cache(maxsize=8)
+def _counted(num_new: int) -> NDArray[np.int64]:
+    """1 to `num_new`."""
+    counted = np.arange(1, num_new + 1)
+    counted.setflags(write=False)
+    return counted

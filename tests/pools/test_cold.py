@@ -45,7 +45,8 @@ class PlantedPool:
         new = np.arange(self.next_token, self.next_token + owned.sum())
         token_ids[owned] = new
         source = None if owned.all() else np.flatnonzero(owned)
-        write = self.pool.extend(owned.sum(1), source)
+        counts = owned.shape[1] if source is None else owned.sum(1)
+        write = self.pool.extend(counts, source)
         for layer_idx in range(num_layers):
             keys = planted(token_ids.reshape(-1), layer_idx).view(*owned.shape, NUM_HEADS, HEAD_DIM)
             self.pool.write(layer_idx, write, keys.transpose(1, 2), -keys.transpose(1, 2))
@@ -118,6 +119,10 @@ def pool_of(*lengths: int, limit: int | None = None) -> PlantedPool:
     return held
 
 
+def rows_in(pool: ColdPool) -> Rows:
+    return [pool.table.row(row).tolist() for row in range(pool.table.num_rows)]
+
+
 def storage_ptr(held: PlantedPool) -> int:
     return held.pool.read(0)[0].untyped_storage().data_ptr()
 
@@ -159,6 +164,35 @@ def test_rows_grow_in_place_while_there_is_room() -> None:
     held.append(3, 2)
     assert storage_ptr(held) == before
     held.check()
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 6), (0, 0)], ids=["equal", "ragged", "empty"])
+def test_one_number_for_all_rows_is_that_of_each(lengths: tuple[int, int], num_new: int) -> None:
+    by_rows, at_once = pool_of(*lengths).pool, pool_of(*lengths).pool
+    for _ in range(5):  # past the end of the runs
+        want = by_rows.extend(np.full(2, num_new), None)
+        got = at_once.extend(num_new, None)
+        assert (got.slots.tolist(), got.start) == (want.slots.tolist(), want.start)
+        assert rows_in(at_once) == rows_in(by_rows)
+        at_once.check_integrity()
+
+
+def test_rows_that_get_nothing_stay_as_they_are() -> None:
+    pool = pool_of(4, 4).pool
+    before = rows_in(pool)
+    assert pool.extend(0, None).slots.tolist() == []
+    assert rows_in(pool) == before
+    pool.check_integrity()
+
+
+def test_equal_runs_without_a_free_slot_behind_them_move() -> None:
+    held = pool_of(4, 4)
+    # a slot behind the second row, as if another row held it
+    taken = held.pool.table.next_in_place(np.array([0, 1]))
+    assert held.pool._allocator.try_take(taken)
+    write = held.pool.extend(1, None)
+    assert not set(write.slots.tolist()) & set(taken.tolist())
 
 
 def test_growth_is_amortised() -> None:

@@ -63,6 +63,25 @@ def test_rows_laid_out_as_runs_continue_in_place() -> None:
     assert table.next_in_place(np.array([0, 0])).tolist() == []
 
 
+def test_equal_runs_go_on_together_as_far_as_there_is_room() -> None:
+    table = table_of([7, 9], [3, 4])
+    assert table.run_length is None
+    table.lay_out(table.laid_out(4), 4)
+    assert table.run_length == 2
+    assert table.next_of_runs(3) is None
+    slots = table.next_of_runs(2)
+    assert slots.tolist() == [[2, 3], [6, 7]]
+    table.append_to_runs(slots)
+    assert rows_of(table) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert table.next_of_runs(1) is None
+
+
+def test_runs_of_unequal_length_do_not_go_on_together() -> None:
+    table = table_of([7, 9], [3])
+    table.lay_out(table.laid_out(4), 4)
+    assert (table.run_length, table.next_of_runs(1)) == (None, None)
+
+
 def test_a_run_without_room_does_not_reach_into_the_next_one() -> None:
     table = table_of([7, 9], [3])
     table.lay_out(table.laid_out(4), 4)
@@ -111,6 +130,19 @@ class TableWalk(RuleBasedStateMachine):
             row.extend(rest[:count])
             rest = rest[count:]
         self.next_slot += sum(counts)
+
+    @rule(num_new=st.integers(0, 4))
+    def append_to_runs(self, num_new: int) -> None:
+        slots = self.table.next_of_runs(num_new)
+        if slots is None:
+            return
+        assert slots.shape == (len(self.rows), num_new)
+        following = self.table.next_in_place(np.full(len(self.rows), num_new))
+        assert slots.reshape(-1).tolist() == following.tolist()
+        self.table.append_to_runs(slots)
+        for row, its_slots in zip(self.rows, slots.tolist(), strict=True):
+            row.extend(its_slots)
+        self.next_slot = max(self.next_slot, int(slots.max()) + 1)
 
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
