@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -83,21 +84,32 @@ class BatchRows:
     Attributes:
         cold: The pool of private tokens, this cache's own.
         row_states: What layers keep of the rows that do not keep tokens.
-        reads: The prefixes that the rows read; of no rows where none are held.
         num_columns: Mask columns since the prefix.
         epoch: Another object after each `invalidate`: rows of one epoch go with each other only.
         recounts_positions: Whether `generate` runs rows that end in pads; it counts their positions
             on from the last column, which is wrong.
+        kept: What attention keeps from step to step, as long as the rows read the same.
     """
 
     def __init__(self, num_layers: int, limit: int | None) -> None:
         self.cold = ColdPool(num_layers, limit=limit)
         self.row_states = RowStates()
-        self.reads = NO_ROWS
+        self._reads = NO_ROWS
         self.num_columns = 0
         self.epoch: object = object()
         self.recounts_positions = False
+        self.kept: dict[Any, Any] = {}
         self._owned: Bools | None = None
+
+    @property
+    def reads(self) -> RowPrefixes:
+        """The prefixes that the rows read; of no rows where none are held."""
+        return self._reads
+
+    @reads.setter
+    def reads(self, reads: RowPrefixes) -> None:
+        if reads is not self._reads:
+            self._reads, self.kept = reads, {}
 
     @property
     def num_rows(self) -> int:

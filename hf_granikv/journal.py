@@ -54,7 +54,13 @@ class ForwardNotes:
         self._before: dict[str, dict[Hashable, GroupNote]] = {}
 
     def add(
-        self, backend_name: str, group: Hashable, describe: Callable[[], str], *, is_timed: bool
+        self,
+        backend_name: str,
+        group: Hashable,
+        describe: Callable[[], str],
+        *,
+        is_timed: bool,
+        note: GroupNote | None = None,
     ) -> GroupNote:
         """Notes that a group is served by a backend.
 
@@ -64,14 +70,15 @@ class ForwardNotes:
                 its times go on.
             describe: See `GroupNote`.
             is_timed: Likewise.
+            note: What was given for the group in an earlier forward pass, if that is known.
         """
         journal = self._journal
         if backend_name not in self._before:
             self._before[backend_name] = journal.groups.get(backend_name, {})
             journal.groups[backend_name] = {}
             journal.backend_steps[backend_name] += 1
-        notes = journal.groups[backend_name]
-        note = notes.get(group) or self._before[backend_name].get(group)
+        notes, before = journal.groups[backend_name], self._before[backend_name]
+        note = note or notes.get(group) or before.get(group)
         if note is None:
             note = GroupNote(describe, is_timed=is_timed)
         note.is_due = is_timed

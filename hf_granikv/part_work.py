@@ -1,5 +1,6 @@
 """What attention works out of one part of the prefixes at the first layer of a kind in a forward pass."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -12,7 +13,7 @@ from hf_granikv.backends.base import Attend, row_index
 from hf_granikv.dispatch import Decision, Dispatcher
 from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
-from hf_granikv.views import GroupShape, LayerStep, PrefixPart, dtype_name
+from hf_granikv.views import GroupShape, LayerStep, PrefixPart, StepPlan, dtype_name
 from hf_granikv.windows import PrefixView, prefix_view
 
 # where rows read a prefix as if it was their own
@@ -47,6 +48,7 @@ class PartWork:
         view: What local layers see of it.
         fringe_mask: What only some rows see of its first tokens.
         note: Its entry in the journal.
+        noted: Enters it, that of an earlier forward pass again if it is given.
     """
 
     part_idx: int
@@ -57,6 +59,7 @@ class PartWork:
     view: PrefixView | None
     fringe_mask: SuffixMask | None
     note: GroupNote | None
+    noted: Callable[..., GroupNote] | None
 
     @property
     def is_compiled(self) -> bool:
@@ -77,7 +80,7 @@ def prepare_part(
         has_pass: Whether a compiled pass attends to the rows' own tokens.
     """
     part, plan, view, attend, note = step.parts[part_idx], step.plan, None, None, None
-    in_pass = False
+    in_pass, noted = False, None
     group, common_start = part.group, part.start
     if step.window is not None:
         view = prefix_view(part, plan, step.window)
@@ -95,24 +98,26 @@ def prepare_part(
             planned = partial(backend.planned, scale=rule.scale, softcap=rule.softcap)
             attend = planned(query, *tensors, rows=group.rows)
             kernel = attend.kernel
-        note = _notes(step).add(
-            decision.backend_name,
-            (part_idx, shape),
-            partial(_described, shape, decision, kernel),
+        noted = partial(
+            ForwardNotes.add,
+            backend_name=decision.backend_name,
+            group=(part_idx, shape),
+            describe=partial(_described, shape, decision, kernel),
             is_timed=query.is_cpu or plan.journal.times_accelerators,
         )
+        note = noted(notes_of(plan))
     fringe_mask = None if view is None else ready_mask(view.fringe_mask, query)
     if view is not None and fringe_mask is not None:
         num_tokens = common_start - view.fringe_start
         shape = _group_shape(query, part, num_rows, num_tokens, rule)
         described = f"{_sized(shape)} that only some rows still see"
         fringe = (part_idx, shape, "fringe")
-        _notes(step).add("per_row", fringe, lambda: described, is_timed=False)
+        notes_of(plan).add("per_row", fringe, lambda: described, is_timed=False)
     row_map = None
     if group.rows is not None:
         row_map = np.full(plan.num_rows, -1, dtype=np.int64)
         row_map[group.rows] = np.arange(num_rows)
-    return PartWork(part_idx, rows, row_map, attend, in_pass, view, fringe_mask, note)
+    return PartWork(part_idx, rows, row_map, attend, in_pass, view, fringe_mask, note, noted)
 
 
 def common_keys(part: PrefixPart, view: PrefixView | None) -> tuple[Tensor, Tensor]:
@@ -146,12 +151,11 @@ def _group_shape(
     )
 
 
-def _notes(step: LayerStep) -> ForwardNotes:
-    """What this forward pass notes, whatever the number of layers and kinds."""
-    scratch = step.plan.scratch
-    notes: ForwardNotes | None = scratch.get("notes")
+def notes_of(plan: StepPlan) -> ForwardNotes:
+    """What a forward pass notes, whatever the number of layers and kinds."""
+    notes: ForwardNotes | None = plan.scratch.get("notes")
     if notes is None:
-        notes = scratch["notes"] = ForwardNotes(step.plan.journal)
+        notes = plan.scratch["notes"] = ForwardNotes(plan.journal)
     return notes
 
 

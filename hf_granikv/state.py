@@ -324,4 +324,5 @@ class CacheState(BatchRows):
             is_unmasked=not self.needs_mask and not (self._owned is None and self.reads.is_even),
             dispatch=self.options.dispatch,
             journal=self.journal,
+            kept=self.kept,
         )

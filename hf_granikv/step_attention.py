@@ -60,7 +60,12 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
     )
     work = scratch.get(key)
     if work is None:
-        work = scratch[key] = prepare(query, step, rule)
+        kept = step.plan.kept
+        work = scratch[key] = prepare(
+            query, step, rule, kept.get(of_steps := (*key, step.plan.dispatch))
+        )
+        if work.decode is not None and step.window is None:
+            kept[of_steps] = work
     if work.decode is not None:
         place = work.places.get(step.layer_idx)
         if place is None:

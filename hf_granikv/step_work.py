@@ -1,6 +1,6 @@
 """What attention works out at the first layer of a kind in a forward pass, for all others too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -17,7 +17,14 @@ from hf_granikv.kernels.decode_attention import (
     unsupported_reasons,
 )
 from hf_granikv.kernels.suffix_attention import SuffixMask
-from hf_granikv.part_work import PartWork, ScoreRule, common_keys, prepare_part, ready_mask
+from hf_granikv.part_work import (
+    PartWork,
+    ScoreRule,
+    common_keys,
+    notes_of,
+    prepare_part,
+    ready_mask,
+)
 from hf_granikv.views import LayerStep, LayerTokens
 from hf_granikv.windows import suffix_view
 
@@ -49,13 +56,16 @@ class StepWork:
     places: dict[int, Place] = field(default_factory=dict)
 
 
-def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
+def prepare(
+    query: Tensor, step: LayerStep, rule: ScoreRule, kept: StepWork | None = None
+) -> StepWork:
     """Works out what the layers of one kind have to do in a forward pass.
 
     Args:
         query: `[rows, num_q_heads, q_len, head_dim]` of the first of them.
         step: What that one has stored, and who reads it.
         rule: What they do to their scores.
+        kept: What it gave for an earlier step, like this one but for the rows' own tokens.
     """
     if query.shape[2] != step.plan.q_len:
         step = replace(step, plan=step.plan.of_last_queries(query.shape[2]))
@@ -65,6 +75,8 @@ def prepare(query: Tensor, step: LayerStep, rule: ScoreRule) -> StepWork:
         own = suffix_view(plan, window, step.private.max_length)
         mask, start = own.mask, own.start
     spans = _decode_spans(query, step, mask, start, rule) if query.shape[2] == 1 else None
+    if kept is not None and spans is not None and window is None and _renew(kept, step, spans):
+        return kept
     parts = [
         prepare_part(query, step, part_idx, rule, has_pass=spans is not None)
         for part_idx in range(len(step.parts))
@@ -98,13 +110,33 @@ def _with_pass(
         prefixes=[_prefix(part) for part in along],
     )
     work = replace(work, decode=decode, along=along, in_pass=in_pass, apart=apart)
-    layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **step.plan.to_come}
-    work.places.update(
-        (layer_idx, place_of(work, its))
-        for layer_idx, its in layers.items()
-        if _is_alike(step, its)
-    )
+    work.places.update((layer_idx, place_of(work, its)) for layer_idx, its in _alike(step))
     return work
+
+
+def _renew(kept: StepWork, step: LayerStep, spans: NDArray[np.int64]) -> bool:
+    """Takes up the work of an earlier step, with the tokens of this one; gives whether that goes."""
+    decode = kept.decode
+    if decode is None or not decode.renew(step.private, spans):
+        return False
+    for part in kept.in_order:
+        if part.noted is not None:
+            part.noted(notes_of(step.plan), note=part.note)
+    before = dict(kept.places)
+    kept.places.clear()
+    for layer_idx, its in _alike(step):
+        place = before.get(layer_idx)
+        if place is None:
+            kept.places[layer_idx] = place_of(kept, its)
+        elif its.private.storages is not None:
+            kept.places[layer_idx] = decode.moved(place, *its.private.storages)
+    return True
+
+
+def _alike(step: LayerStep) -> Iterator[tuple[int, LayerStep | LayerTokens]]:
+    """The layer, and those to come whose tokens are of its kind, by their numbers."""
+    layers: dict[int, LayerStep | LayerTokens] = {step.layer_idx: step, **step.plan.to_come}
+    return ((layer_idx, its) for layer_idx, its in layers.items() if _is_alike(step, its))
 
 
 def place_of(work: StepWork, step: LayerStep | LayerTokens) -> Place:

@@ -178,6 +178,7 @@ class StepPlan:
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
         to_come: Layers that have not run, as far as it is known what they read.
+        kept: What attention has kept of earlier steps in which the rows read the same prefixes.
         alike: By layer, what attention knows of those that are like one that has run.
         scratch: What attention works out once per forward and keeps for the other layers.
     """
@@ -196,6 +197,7 @@ class StepPlan:
     dispatch: str
     journal: Journal
     to_come: dict[int, "LayerTokens"] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)
     alike: dict[int, Any] = field(default_factory=dict)
     scratch: dict[Any, Any] = field(default_factory=dict)
 

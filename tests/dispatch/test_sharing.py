@@ -1,6 +1,5 @@
 """Predicted gain of one stored prefix, or of a level more, over a copy in every row."""
 
-
 import pytest
 
 from hf_granikv.backends import BACKENDS

@@ -21,8 +21,11 @@ DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
 
 _QUERY = slice(field.QUERY, field.SINKS)
 _OF_LAYER = slice(field.KEYS, field.NUM_STATES)
+_NUM_TOKENS = field.NUM_SEGMENTS - field.KEYS
 # tokens that are worth a thread's while
 _PIECE = 64
+# for how many more own tokens there is room from the start
+_SPARE = 64
 
 
 class Place(NamedTuple):
@@ -81,14 +84,15 @@ class DecodeAttention:
         key_width, value_width, longest, totals, *of_segments = (
             -(-size // lanes) * lanes
             for size in (
-                *(key_dim, value_dim, private.max_length, ratio),
+                *(key_dim, value_dim, private.max_length + _SPARE, ratio),
                 *num_segment_tokens,
             )
         )
         longest += sum(of_segments)
+        self._most = private.max_length + _SPARE
         self._tokens = np.arange(max(num_segment_tokens, default=0))
         self._tokens_at = _address(self._tokens)
-        threads = torch.get_num_threads()
+        self._num_threads = threads = torch.get_num_threads()
         num_read = num_rows * longest
         num_threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
         # queries; keys and values of as many tokens, their products, where they are; two pieces with
@@ -112,6 +116,25 @@ class DecodeAttention:
         self._tasks = [self._task]
         self._chain: compiled.Chain | None = None
         self._take(self._of_prefixes)
+
+    def renew(self, private: PrivateTokens, spans: NDArray[np.int64]) -> bool:
+        """Takes the own tokens of a later step of the same rows.
+
+        Args:
+            private: As it was given, with other tokens.
+            spans: Likewise.
+
+        Returns:
+            Whether there is room for them, in scratch memory for as many threads as there are.
+        """
+        if private.max_length > self._most or torch.get_num_threads() != self._num_threads:
+            return False
+        assert private.slots is not None
+        self._slots = private.slots
+        self._spans[:] = spans
+        numbers = self._task.numbers
+        numbers[field.SLOTS], numbers[field.SLOTS_ROW] = _address(self._slots), self._slots.shape[1]
+        return True
 
     def run(
         self,
@@ -163,6 +186,11 @@ class DecodeAttention:
             kernel.place(*its) for kernel, its in zip(self._prefixes, prefixes, strict=True)
         ]
         return Place(numbers, of_segments, of_prefixes)
+
+    def moved(self, place: Place, keys: Tensor, values: Tensor) -> Place:
+        """The same place with own tokens that may be elsewhere; see `place`."""
+        place.numbers[:_NUM_TOKENS] = array("q", _tokens(keys, values))
+        return place
 
     def run_at(
         self,
