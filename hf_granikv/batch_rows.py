@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from hf_granikv.errors import IntegrityError, StalePrefixError
-from hf_granikv.inputs import Bools, Layout
+from hf_granikv.inputs import Bools
+from hf_granikv.layouts import Layout
 from hf_granikv.pools import ColdPool, Prefix, RowStates
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.pools.storage import KeysAndValues

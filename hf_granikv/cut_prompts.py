@@ -16,11 +16,10 @@ from torch import Tensor
 
 from hf_granikv.inputs import (
     PER_TOKEN_KWARGS,
-    HeldRows,
-    Layout,
     read_generation,
     with_positions_and_mask,
 )
+from hf_granikv.layouts import HeldRows, Layout
 from hf_granikv.row_prefixes import RowPrefixes
 
 _PER_TOKEN = ("input_ids", "position_ids", *PER_TOKEN_KWARGS)

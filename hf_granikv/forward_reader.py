@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from hf_granikv.announce import forward_parameters
 from hf_granikv.compat import variables_of_generate
 from hf_granikv.cut_prompts import CutPrompt
-from hf_granikv.inputs import Layout, read_forward, read_generation, shape_of
+from hf_granikv.inputs import read_forward, read_generation, shape_of
 from hf_granikv.known_models import KnownModels
 from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.layouts import Layout
 from hf_granikv.pools import Prefix
 from hf_granikv.prefix_inputs import embedded
 from hf_granikv.prompt_checks import check_arguments, check_keeps_cache

@@ -7,13 +7,13 @@ a pad. Tokens that repeat the prefix are compared with it and dropped.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_granikv.layouts import HeldRows, Layout, all_tokens
 from hf_granikv.pools import Prefix
 from hf_granikv.prompt_checks import (
     Bools,
@@ -26,56 +26,6 @@ from hf_granikv.prompt_checks import (
 from hf_granikv.row_prefixes import RowPrefixes
 
 PER_TOKEN_KWARGS = ("token_type_ids",)
-
-
-class HeldRows(NamedTuple):
-    """The rows of the current batch, as far as reading inputs needs them.
-
-    Attributes:
-        reads: The prefixes that the rows read, or would start from.
-        lengths: `[num_rows]` private tokens of each row; None if no batch has started.
-        owned: `[num_rows, num_columns]` which columns since the prefix hold a token of the row; None
-            if all do.
-        num_columns: Columns since the prefix.
-        recounts_positions: Whether positions that come along are to be counted anew.
-        pads_first: Whether masks must show pads before the prefix: local layers count columns.
-    """
-
-    reads: RowPrefixes
-    lengths: Ints | None
-    owned: Bools | None
-    num_columns: int
-    recounts_positions: bool
-    pads_first: bool = False
-
-
-class Layout(NamedTuple):
-    """How the columns of one forward pass map to tokens that rows own.
-
-    Attributes:
-        starts_batch: Whether the rows start from the prefix, replacing those held now.
-        reads: The prefixes that the rows read.
-        owned: `[num_rows, q_len]` True where a new column is a token of the row, False for pads.
-        is_full: Whether all of them are tokens.
-        dense_reason: Why the shared path must not be used, or None.
-        recounts_positions: Whether rows end in pads: `generate` will count their positions on from
-            the last column, which is wrong.
-    """
-
-    starts_batch: bool
-    reads: RowPrefixes
-    owned: Bools
-    is_full: bool
-    dense_reason: str | None = None
-    recounts_positions: bool = False
-
-
-@lru_cache(maxsize=8)
-def all_tokens(num_rows: int, q_len: int) -> Bools:
-    """`[num_rows, q_len]` True, and read-only: forwards of one shape share it."""
-    owned = np.ones((num_rows, q_len), dtype=bool)
-    owned.setflags(write=False)
-    return owned
 
 
 def read_generation(

@@ -9,14 +9,14 @@ from hf_granikv.batch_rows import BatchRows, ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import RowsTakenError, UnannouncedForwardError
 from hf_granikv.held_prefixes import HeldPrefixes
-from hf_granikv.inputs import HeldRows, Layout, all_tokens
 from hf_granikv.journal import Journal
+from hf_granikv.layouts import HeldRows, Layout, all_tokens
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.pools.cold_write import ColdWrite
 from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
 from hf_granikv.step import ReadyLayer, Step
 from hf_granikv.views import LayerKind, StepPlan
-from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
+from hf_granikv.visibility import dense_columns, positions_of, suffix_mask, why_not_dense
 
 
 class CacheState(BatchRows):
@@ -76,14 +76,8 @@ class CacheState(BatchRows):
         if not self.num_rows:
             starts = self.prefixes.starting_rows(num_rows).shortened(self.num_cropped)
             return HeldRows(starts, None, None, 0, False, self.has_windows)
-        return HeldRows(
-            reads=self.reads,
-            lengths=self.cold.table.lengths,
-            owned=self._owned,
-            num_columns=self.num_columns,
-            recounts_positions=self.recounts_positions,
-            pads_first=self.has_windows,
-        )
+        held = self.reads, self.cold.table.lengths, self._owned, self.num_columns
+        return HeldRows(*held, self.recounts_positions, self.has_windows)
 
     def seq_length(self, layer_step_id: int) -> int:
         """Columns that a layer holds; a layer that has yet to store the step lacks its columns."""
@@ -307,16 +301,13 @@ class CacheState(BatchRows):
             columns = dense_columns(
                 self._owned, table.lengths, self.reads.longest, pads_first=self.has_windows
             )
-        positions = (self.reads.lengths + before)[:, None]
-        if owned.shape[1] != 1 or not layout.is_full:
-            positions = positions + owned.cumsum(1) - 1
         return StepPlan(
             num_rows=self.num_rows,
             q_len=owned.shape[1],
             prefix_lens=self.reads.lengths,
             kv_len=self.num_held,
             suffix_mask=mask,
-            positions=positions,
+            positions=positions_of(layout, self.reads.lengths + before),
             is_token=owned,
             column_index=columns,
             dense_reason=layout.dense_reason,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.inputs import Bools, Ints
+from hf_granikv.layouts import Layout
 
 
 def suffix_mask(owned: Bools, before: Ints, width: int) -> Tensor | None:
@@ -27,6 +28,13 @@ def suffix_mask(owned: Bools, before: Ints, width: int) -> Tensor | None:
     seen = seen[:1] if (seen == seen[0]).all() else seen
     visible = np.arange(width) < seen[:, :, None]
     return torch.from_numpy(visible[:, None])
+
+
+def positions_of(layout: Layout, before: Ints) -> Ints:
+    """`[num_rows, q_len]` the position of each new column, after so many tokens of each row."""
+    positions = before[:, None]
+    is_one_each = layout.is_full and layout.owned.shape[1] == 1
+    return positions if is_one_each else positions + layout.owned.cumsum(1) - 1
 
 
 def dense_columns(owned: Bools, lengths: Ints, prefix_len: int, *, pads_first: bool) -> Tensor:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.attention import granikv_attention
-from hf_granikv.inputs import Layout
+from hf_granikv.layouts import Layout
 from hf_granikv.lazy import LazyKeyValue
 
 DEVICES = [torch.device("cpu"), torch.device("meta")]

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import hf_granikv
 from hf_granikv import AsymmetricPagedCache
-from hf_granikv.inputs import all_tokens
+from hf_granikv.layouts import all_tokens
 
 P = len(PREFIX)
 RAGGED = suffixes(*SUFFIX_LENGTHS)
