@@ -2,9 +2,10 @@
 
     python benchmarks/python_cost.py --rows 1 --prefix 128
 
-Kernels are taken off: the compiled passes and torch's fused attention, where these serve. The
-second column is a model with the same heads and next to no weights: what the same code takes while
-it stays in the cores' caches. In the first one the weights of a layer drive it out before the next.
+Kernels are taken off: the compiled passes, torch's fused attention, and its copies of the new tokens
+to the pool, where these serve. The second column is a model with the same heads and next to no
+weights: what the same code takes while it stays in the cores' caches. In the first one the weights
+of a layer drive it out before the next.
 """
 
 import argparse
@@ -35,11 +36,12 @@ from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.demo_model import obtain_model
 from hf_granikv.kernels import compiled, cpu
 from hf_granikv.layer import AsymmetricPagedLayer
+from hf_granikv.pools.cold_write import Places
 from hf_granikv.state import CacheState
 
-KERNELS = "kernels"
+KERNELS, COPIES = "kernels", "copies"
 # `begin_step` is in the first update, `prepare` in the first attention
-OF_LAYERS = ("update", "attention", KERNELS)
+OF_LAYERS = ("update", "attention", KERNELS, COPIES)
 OF_STEPS = ("announce", "settle", "begin_step", "prepare")
 
 Seconds = dict[str, float]
@@ -92,6 +94,7 @@ def watch(spent: Seconds) -> None:
         setattr(owner, name, timed(getattr(owner, name), spent, name))
     compiled.run = timed(compiled.run, spent, KERNELS)
     cpu.flash_attention = timed(cpu.flash_attention, spent, KERNELS)
+    Places.put = timed(Places.put, spent, COPIES)
     AttentionInterface.register(
         ATTENTION_NAME, timed(attention.granikv_attention, spent, "attention")
     )
@@ -150,8 +153,8 @@ def medians(
         for name in (*OF_LAYERS, *OF_STEPS):
             per = config.num_hidden_layers if name in OF_LAYERS else 1
             taken[name].append(1e6 * spent[name] / per)
-        update, attend, kernels = (taken[name][-1] for name in OF_LAYERS)
-        taken["Python"].append(update + attend - kernels)
+        update, attend, kernels, copies = (taken[name][-1] for name in OF_LAYERS)
+        taken["Python"].append(update + attend - kernels - copies)
     return {name: median(times) for name, times in taken.items()}
 
 
