@@ -15,7 +15,6 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, product
 from statistics import median
 from types import SimpleNamespace
@@ -181,7 +180,7 @@ def timed(
     want = stock(layers.dense()).float()
     peers: dict[str, Callable[[], object]] = {}
     for name in BACKENDS:
-        peers[name] = partial(layers.attend, plan_of(shape, suffix_len, name))
+        peers[name] = layers.attention(plan_of(shape, suffix_len, name))
         difference = (peers[name](0).float() - want).abs().max().item()
         if difference > TOLERANCE[shape.dtype_name]:
             raise SystemExit(f"{name} differs from {STOCK} by {difference:.3g} for {shape}")

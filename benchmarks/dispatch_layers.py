@@ -13,8 +13,16 @@ from hf_granikv.dispatch.calibration import places
 from hf_granikv.journal import Journal
 from hf_granikv.part_work import ScoreRule
 from hf_granikv.pools.cold import ColdPool
-from hf_granikv.step_attention import step_attention
-from hf_granikv.views import GroupShape, LayerStep, PrefixGroup, PrefixPart, PrivateTokens, StepPlan
+from hf_granikv.step_attention import decoded_as_before, step_attention
+from hf_granikv.views import (
+    GroupShape,
+    LayerStep,
+    LayerTokens,
+    PrefixGroup,
+    PrefixPart,
+    PrivateTokens,
+    StepPlan,
+)
 
 # private tokens of several layers may take so much
 POOL_BYTES = 64 << 20
@@ -37,6 +45,7 @@ class Layers:
             : max(2, POOL_BYTES // (torch.Size(size).numel() * store.itemsize))
         ]
         self.num_layers = len(suffixes)
+        self.num_steps = max(self.num_layers, len(self.parts))
         self.pool = ColdPool(self.num_layers)
         self.pool.begin(rows)
         write = self.pool.extend(np.full(rows, suffix_len), None)
@@ -45,16 +54,31 @@ class Layers:
         self.rule = ScoreRule(width**-0.5, None, None)
         self.turns = count()
 
-    def attend(self, plan: StepPlan, turn: int | None = None) -> Tensor:
-        """Our attention of a layer, of the next one if none is given."""
-        turn = next(self.turns) if turn is None else turn
-        layer_idx, part = turn % self.num_layers, self.parts[turn % len(self.parts)]
-        storages = self.pool.storage(layer_idx)
+    def attention(self, plan: StepPlan) -> Callable[..., Tensor]:
+        """What attends in a layer that is given by its number, or in the next one.
+
+        It goes as in a model: what `update` has made ready for a layer is there.
+        """
+        steps = [self._step(layer_idx, plan) for layer_idx in range(self.num_steps)]
+        plan.to_come.update(
+            (step.layer_idx, LayerTokens(step.parts, step.private, None)) for step in steps
+        )
+
+        def attend(turn: int | None = None) -> Tensor:
+            step = steps[(next(self.turns) if turn is None else turn) % len(steps)]
+            out = decoded_as_before(self.query, step, self.rule.scale, self.rule.softcap)
+            return step_attention(self.query, step, self.rule) if out is None else out
+
+        return attend
+
+    def _step(self, layer_idx: int, plan: StepPlan) -> LayerStep:
+        """A layer; there may be more of them than places of own tokens, or of prefixes."""
+        stored_in, table = layer_idx % self.num_layers, self.pool.table
+        storages = self.pool.storage(stored_in)
         assert storages is not None
-        read = partial(self.pool.read, layer_idx)
-        table = self.pool.table
+        read = partial(self.pool.read, stored_in)
         private = PrivateTokens(storages, table.slots, table.max_length, read)
-        return step_attention(self.query, LayerStep(layer_idx, plan, (part,), private), self.rule)
+        return LayerStep(layer_idx, plan, (self.parts[layer_idx % len(self.parts)],), private)
 
     def prefix_part(self, backend: PrefixBackend) -> Callable[[], object]:
         """What runs the prefix part alone, each time that of the next layer."""
