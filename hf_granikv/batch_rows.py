@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from hf_granikv.errors import IntegrityError, StalePrefixError
-from hf_granikv.inputs import Bools
 from hf_granikv.layouts import Layout
 from hf_granikv.pools import ColdPool, Prefix, RowStates
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.pools.storage import KeysAndValues
+from hf_granikv.prompt_checks import Bools
 from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
 
 
@@ -89,7 +89,8 @@ class BatchRows:
         epoch: Another object after each `invalidate`: rows of one epoch go with each other only.
         recounts_positions: Whether `generate` runs rows that end in pads; it counts their positions
             on from the last column, which is wrong.
-        kept: What attention keeps from step to step, as long as the rows read the same.
+        kept: What attention keeps from step to step, as long as the rows read the same: plans, and
+            scratch memory of compiled kernels, some hundred kilobytes for each thread.
     """
 
     def __init__(self, num_layers: int, limit: int | None) -> None:

@@ -144,7 +144,7 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
         num_hidden = given.shape[1] - num_ids
         _check_mask(given, num_rows, num_ids)
         # half precision would not count far
-        hidden = given[:, :num_hidden].sum(1, dtype=torch.int64).tolist()
+        hidden = given[:, :num_hidden].bool().sum(1).tolist()
         if hidden != before:
             row = next(row for row, shown in enumerate(hidden) if shown != before[row])
             raise ValueError(

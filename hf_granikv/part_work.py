@@ -1,8 +1,9 @@
 """What attention works out of one part of the prefixes at the first layer of a kind in a forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,26 @@ class ScoreRule:
     sinks: Tensor | None
 
 
+class JournalEntry(NamedTuple):
+    """How a part is served, for the journal of each forward pass.
+
+    Attributes:
+        backend_name: See `ForwardNotes.add`, like all others.
+        group: Likewise.
+        describe: Likewise.
+        is_timed: Likewise.
+    """
+
+    backend_name: str
+    group: Hashable
+    describe: Callable[[], str]
+    is_timed: bool
+
+    def add(self, plan: StepPlan, note: GroupNote | None = None) -> GroupNote:
+        """Enters it; the note of an earlier forward pass goes on."""
+        return notes_of(plan).add(*self[:3], is_timed=self.is_timed, note=note)
+
+
 @dataclass(frozen=True, slots=True)
 class PartWork:
     """What attention works out of one part of the prefixes.
@@ -48,7 +69,7 @@ class PartWork:
         view: What local layers see of it.
         fringe_mask: What only some rows see of its first tokens.
         note: Its entry in the journal.
-        noted: Enters it, that of an earlier forward pass again if it is given.
+        entry: What that is made of.
     """
 
     part_idx: int
@@ -59,7 +80,7 @@ class PartWork:
     view: PrefixView | None
     fringe_mask: SuffixMask | None
     note: GroupNote | None
-    noted: Callable[..., GroupNote] | None
+    entry: JournalEntry | None
 
     @property
     def is_compiled(self) -> bool:
@@ -80,7 +101,7 @@ def prepare_part(
         has_pass: Whether a compiled pass attends to the rows' own tokens.
     """
     part, plan, view, attend, note = step.parts[part_idx], step.plan, None, None, None
-    in_pass, noted = False, None
+    in_pass, entry = False, None
     group, common_start = part.group, part.start
     if step.window is not None:
         view = prefix_view(part, plan, step.window)
@@ -98,14 +119,13 @@ def prepare_part(
             planned = partial(backend.planned, scale=rule.scale, softcap=rule.softcap)
             attend = planned(query, *tensors, rows=group.rows)
             kernel = attend.kernel
-        noted = partial(
-            ForwardNotes.add,
-            backend_name=decision.backend_name,
-            group=(part_idx, shape),
-            describe=partial(_described, shape, decision, kernel),
+        entry = JournalEntry(
+            decision.backend_name,
+            (part_idx, shape),
+            partial(_described, shape, decision, kernel),
             is_timed=query.is_cpu or plan.journal.times_accelerators,
         )
-        note = noted(notes_of(plan))
+        note = entry.add(plan)
     fringe_mask = None if view is None else ready_mask(view.fringe_mask, query)
     if view is not None and fringe_mask is not None:
         num_tokens = common_start - view.fringe_start
@@ -117,7 +137,7 @@ def prepare_part(
     if group.rows is not None:
         row_map = np.full(plan.num_rows, -1, dtype=np.int64)
         row_map[group.rows] = np.arange(num_rows)
-    return PartWork(part_idx, rows, row_map, attend, in_pass, view, fringe_mask, note, noted)
+    return PartWork(part_idx, rows, row_map, attend, in_pass, view, fringe_mask, note, entry)
 
 
 def common_keys(part: PrefixPart, view: PrefixView | None) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,6 @@ from hf_granikv.part_work import (
     PartWork,
     ScoreRule,
     common_keys,
-    notes_of,
     prepare_part,
     ready_mask,
 )
@@ -36,7 +35,7 @@ class StepWork:
     Attributes:
         levels: The parts of each depth.
         in_order: All of them, level by level.
-        suffix_start: The first private token that some row sees.
+        suffix_start: The first private token that some row sees; for torch, like the mask.
         mask: What rows see from there on; None = everything.
         decode: The compiled pass, with the kernels of `along`; None where torch does its work.
         along: The parts whose kernels run along with it.
@@ -47,8 +46,8 @@ class StepWork:
 
     levels: list[list[PartWork]]
     in_order: list[PartWork]
-    suffix_start: int
-    mask: SuffixMask | None
+    suffix_start: int = 0
+    mask: SuffixMask | None = None
     decode: DecodeAttention | None = None
     along: Sequence[PartWork] = ()
     in_pass: Sequence[PartWork] = ()
@@ -82,12 +81,14 @@ def prepare(
         for part_idx in range(len(step.parts))
     ]
     levels: dict[int, list[PartWork]] = {}
-    for part, work in zip(step.parts, parts, strict=True):
-        if work.attend is not None or work.in_pass or work.fringe_mask is not None:
-            levels.setdefault(part.group.depth, []).append(work)
+    for part, its in zip(step.parts, parts, strict=True):
+        if its.attend is not None or its.in_pass or its.fringe_mask is not None:
+            levels.setdefault(part.group.depth, []).append(its)
     in_order = list(chain.from_iterable(levels.values()))
-    in_torch = StepWork(list(levels.values()), in_order, start, ready_mask(mask, query))
-    return in_torch if spans is None else _with_pass(in_torch, query, step, rule, spans)
+    work = StepWork(list(levels.values()), in_order)
+    if spans is not None:
+        return _with_pass(work, query, step, rule, spans)
+    return replace(work, suffix_start=start, mask=ready_mask(mask, query))
 
 
 def _with_pass(
@@ -120,16 +121,18 @@ def _renew(kept: StepWork, step: LayerStep, spans: NDArray[np.int64]) -> bool:
     if decode is None or not decode.renew(step.private, spans):
         return False
     for part in kept.in_order:
-        if part.noted is not None:
-            part.noted(notes_of(step.plan), note=part.note)
+        if part.entry is not None:
+            part.entry.add(step.plan, part.note)
     before = dict(kept.places)
     kept.places.clear()
     for layer_idx, its in _alike(step):
         place = before.get(layer_idx)
         if place is None:
             kept.places[layer_idx] = place_of(kept, its)
-        elif its.private.storages is not None:
-            kept.places[layer_idx] = decode.moved(place, *its.private.storages)
+            continue
+        assert its.private.storages is not None, "_is_alike says so"
+        place.move(*its.private.storages)
+        kept.places[layer_idx] = place
     return True
 
 

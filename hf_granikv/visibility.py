@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_granikv.inputs import Bools, Ints
 from hf_granikv.layouts import Layout
+from hf_granikv.prompt_checks import Bools, Ints
 
 
 def suffix_mask(owned: Bools, before: Ints, width: int) -> Tensor | None:

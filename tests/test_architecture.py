@@ -42,8 +42,8 @@ ARROWS: dict[str, set[str]] = {
     "hybrids": set(),
     "config_layers": {"hybrids"},
     "layer_kinds": {"config_layers", "pools", "row_prefixes"},
-    "visibility": {"inputs", "layouts"},
-    "batch_rows": {"inputs", "layouts", "pools", "row_prefixes"},
+    "visibility": {"layouts", "prompt_checks"},
+    "batch_rows": {"layouts", "pools", "prompt_checks", "row_prefixes"},
     "step": {"pools"},
     "state": {
         *(

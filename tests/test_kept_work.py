@@ -9,7 +9,7 @@ from families import SHARED_PATH
 from prompts import PREFIX, logits_alone, prefilled, prefix_ids, step, suffixes, tokens, whole
 from transformers import PreTrainedModel
 
-from hf_granikv import step_work
+from hf_granikv import layer, step_work
 from hf_granikv.config import CacheOptions
 from hf_granikv.kernels import compiled
 from hf_granikv.kernels.decode_attention.attention import _SPARE, MODULE
@@ -192,3 +192,17 @@ def test_a_second_prefix_is_another_matter(model, plans) -> None:
             want = logits_alone(model, its, 1)
             torch.testing.assert_close(logits[row], want, atol=1e-4, rtol=0)
     assert len(plans) == 1
+
+
+def test_layers_that_are_not_known_to_come_are_forgotten(model, monkeypatch) -> None:
+    """Their tokens may have moved."""
+    batch = Batch(model, suffixes(4, 4))
+    batch.decode(2)
+    (work,) = batch.cache.rows.kept.values()
+    assert work.places.keys() == {0, 1, 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "make_ready", lambda *args: None)
+        batch.decode()
+        assert work.places.keys() == {0}
+    batch.decode()
+    assert work.places.keys() == {0, 1, 2}

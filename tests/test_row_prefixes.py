@@ -51,3 +51,13 @@ def test_rows_made_of_others_tell_of_themselves(
     assert told[:2] == (max(lengths, default=0), len(set(lengths)) <= 1)
     assert told[2] == [0 if leaf is None else leaf.stop for leaf in changed.leaves]
     assert told_by(reads) == before
+
+
+def test_rows_that_see_more_and_less_of_one_prefix_change_places(
+    tiny_model: Callable[..., PreTrainedModel],
+) -> None:
+    _, held = planted(tiny_model("llama"))
+    leaf = held.get(next(name for name in READ if name is not None))
+    reads = RowPrefixes((leaf, leaf), np.array([5, 7]))
+    assert reads.selected(np.array([1, 0])).lengths.tolist() == [7, 5]
+    assert reads.selected(np.array([0, 1])) is reads

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,12 @@ class Task(NamedTuple):
     address: int
     numbers: "array[int]"
     num_threads: int
+
+
+def address_of(numbers: NDArray[Any]) -> int:
+    """The address of the first of some numbers."""
+    # numpy's own ways go through ctypes
+    return torch.from_numpy(numbers).data_ptr()
 
 
 class Chain:

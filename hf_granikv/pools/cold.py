@@ -74,6 +74,7 @@ class ColdPool(SlotRows):
         """
         table = self.table
         if isinstance(counts, int):
+            assert source is None, "every row stores all that it is given"
             self.check_room(table.num_rows * counts, replacing=False)
             if (write := self._extend_runs(counts)) is not None:
                 return write

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,10 @@ class Place(NamedTuple):
     numbers: "array[int]"
     of_segments: "array[int]"
     of_prefixes: list["array[int]"]
+
+    def move(self, keys: Tensor, values: Tensor) -> None:
+        """Notes that the rows' own tokens are elsewhere; see `DecodeAttention.place`."""
+        self.numbers[:_NUM_TOKENS] = array("q", _tokens(keys, values))
 
 
 class DecodeAttention:
@@ -91,7 +95,7 @@ class DecodeAttention:
         longest += sum(of_segments)
         self._most = private.max_length + _SPARE
         self._tokens = np.arange(max(num_segment_tokens, default=0))
-        self._tokens_at = _address(self._tokens)
+        self._tokens_at = compiled.address_of(self._tokens)
         self._num_threads = threads = torch.get_num_threads()
         num_read = num_rows * longest
         num_threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
@@ -105,15 +109,15 @@ class DecodeAttention:
         # the order is that of the names in _arguments.py
         sizes = [
             *(num_rows, num_kv_heads, ratio, key_dim, value_dim),
-            *(_address(self._slots), self._slots.shape[1], _address(spans)),
-            *(_address(self._scale), key_width, value_width, 4 * longest),
+            *(compiled.address_of(self._slots), self._slots.shape[1], compiled.address_of(spans)),
+            *(compiled.address_of(self._scale), key_width, value_width, 4 * longest),
             *(self._scratch.data_ptr(), size, *places),
         ]
         numbers = array("q", [*sizes, *[0] * (field.NUM_ARGUMENTS - len(sizes))])
         self._task = compiled.Task(address, numbers, num_threads)
         self._prefixes = [prefix.kernel for prefix in prefixes]
         self._of_prefixes = [prefix.states for prefix in prefixes]
-        self._tasks = [self._task]
+        self._tasks = [*(prefix.kernel.task for prefix in prefixes), self._task]
         self._chain: compiled.Chain | None = None
         self._take(self._of_prefixes)
 
@@ -133,7 +137,10 @@ class DecodeAttention:
         self._slots = private.slots
         self._spans[:] = spans
         numbers = self._task.numbers
-        numbers[field.SLOTS], numbers[field.SLOTS_ROW] = _address(self._slots), self._slots.shape[1]
+        numbers[field.SLOTS], numbers[field.SLOTS_ROW] = (
+            compiled.address_of(self._slots),
+            self._slots.shape[1],
+        )
         return True
 
     def run(
@@ -146,7 +153,7 @@ class DecodeAttention:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attends in one layer, in float32.
+        """Attends in one layer, in float32, where there are no prefixes.
 
         Args:
             query: `[num_rows, num_q_heads, 1, head_dim]`, any strides.
@@ -187,11 +194,6 @@ class DecodeAttention:
         ]
         return Place(numbers, of_segments, of_prefixes)
 
-    def moved(self, place: Place, keys: Tensor, values: Tensor) -> Place:
-        """The same place with own tokens that may be elsewhere; see `place`."""
-        place.numbers[:_NUM_TOKENS] = array("q", _tokens(keys, values))
-        return place
-
     def run_at(
         self,
         query: Tensor,
@@ -226,7 +228,7 @@ class DecodeAttention:
         numbers[field.SINKS] = 0 if sinks is None else sinks.data_ptr()
         for kernel, its_place in zip(self._prefixes, place.of_prefixes, strict=True):
             kernel.aim(at, strides, its_place)
-        if states or len(self._states) > len(self._prefixes):
+        if states or len(self._states) != len(self._prefixes):
             self._take([*self._of_prefixes, *states])
         if seconds is not None:
             seconds += map(_seconds_of, self._tasks)
@@ -238,7 +240,7 @@ class DecodeAttention:
 
     def _numbers_of(self, segment: Segment) -> tuple[int, ...]:
         keys, values, rows = segment
-        readers = 0 if rows is None else _address(rows)
+        readers = 0 if rows is None else compiled.address_of(rows)
         return *_tokens(keys, values), self._tokens_at, keys.shape[1], readers
 
     def _take(self, states: Sequence[GroupStates]) -> None:
@@ -246,18 +248,21 @@ class DecodeAttention:
         known = self._states
         if len(states) == len(known) and all(map(_is_same, states, known)):
             return
-        numbers = self._task.numbers
+        numbers, known_chain = self._task.numbers, self._chain
+        # an interrupt leaves nothing that is only half of it
+        self._states, self._chain = [], None
+        before = numbers.buffer_info()
         del numbers[field.NUM_ARGUMENTS :]
         numbers[field.NUM_STATES] = len(states)
         for state in states:
             numbers.extend([state.out.shape[0], state.out.data_ptr()])
             numbers.extend([*state.out.stride()[:4], state.lse.data_ptr()])
             numbers.extend([*state.lse.stride(), state.out.dtype == torch.float32])
-            numbers.append(0 if state.rows is None else _address(state.rows))
+            numbers.append(0 if state.rows is None else compiled.address_of(state.rows))
+        if self._prefixes:
+            stays = known_chain is not None and numbers.buffer_info() == before
+            self._chain = known_chain if stays else compiled.Chain(self._tasks)
         self._states = list(states)
-        # they may have moved
-        self._tasks = [*(kernel.task for kernel in self._prefixes), self._task]
-        self._chain = compiled.Chain(self._tasks) if self._prefixes else None
 
 
 def _seconds_of(task: compiled.Task) -> float:
@@ -270,11 +275,6 @@ def _tokens(keys: Tensor, values: Tensor) -> tuple[int, ...]:
     """Where keys and values of a layer are, and their strides by head and by token."""
     (key_head, key_token, _), (value_head, value_token, _) = keys.stride(), values.stride()
     return keys.data_ptr(), key_head, key_token, values.data_ptr(), value_head, value_token
-
-
-def _address(numbers: NDArray[Any]) -> int:
-    # numpy's own ways go through ctypes
-    return torch.from_numpy(numbers).data_ptr()
 
 
 def _is_same(state: GroupStates, other: GroupStates) -> bool:

@@ -76,8 +76,8 @@ class CompiledAttention(ABC):
         self._itemsize, self._shapes = query.itemsize, (query.shape, keys.shape, values.shape)
         # the order is that of the names in _arguments.py
         sizes = [heads, ratio, q_len, num_queries, key_dim, value_dim, pieces, length]
-        sizes.append(0 if rows is None else rows.ctypes.data)
-        addresses = [out.data_ptr(), lse.data_ptr(), self._scale.ctypes.data]
+        sizes.append(0 if rows is None else compiled.address_of(rows))
+        addresses = [out.data_ptr(), lse.data_ptr(), compiled.address_of(self._scale)]
         addresses += [self._memory.data_ptr(), size]
         of_layer = [0] * (_arguments.OUT - _arguments.QUERY)
         numbers = array("q", [*sizes, *of_layer, *addresses, *more])
@@ -116,6 +116,7 @@ class CompiledAttention(ABC):
             keys: `[num_kv_heads, prefix_len, head_dim]`, any strides but over the last dimension.
             values: `[num_kv_heads, prefix_len, value_dim]`, likewise.
         """
+        assert query.shape == self._shapes[0]
         if query.stride(3) != 1:
             query = query.contiguous()
         self.aim(query.data_ptr(), query.stride(), self.place(keys, values))
