@@ -49,8 +49,8 @@ class Place(NamedTuple):
 class DecodeAttention:
     """Attends from one query per row to the row's own tokens, and merges what its prefixes gave.
 
-    Made once for a step and run in each layer. Own tokens are read where they lie in the pool,
-    wherever that is, and nothing is computed for pads.
+    Made for a step, run in each of its layers, and renewed for the next step. Own tokens are read
+    where they lie in the pool, wherever that is, and nothing is computed for pads.
 
     Args:
         query: `[num_rows, num_q_heads, 1, head_dim]` of the first layer.
