@@ -168,7 +168,7 @@ def test_the_table_of_a_cpu_with_amx_shares_where_that_was_measured(
 
 @pytest.mark.parametrize(
     ("rows", "prefix_len", "expected"),
-    [(1, 4096, "per_row"), (2, 64, "per_row"), (4, 1024, "cascade"), (16, 4096, "cascade")],
+    [(1, 128, "per_row"), (2, 64, "per_row"), (4, 1024, "cascade"), (16, 4096, "cascade")],
 )
 def test_the_table_of_a_cpu_with_avx512_shares_where_that_was_measured(rows, prefix_len, expected):
     shape = SHAPE._replace(num_rows=rows, prefix_len=prefix_len, dtype="float32", dtype_bytes=4)
