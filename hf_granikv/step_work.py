@@ -64,7 +64,8 @@ def prepare(
         query: `[rows, num_q_heads, q_len, head_dim]` of the first of them.
         step: What that one has stored, and who reads it.
         rule: What they do to their scores.
-        kept: What it gave for an earlier step, like this one but for the rows' own tokens.
+        kept: What it gave for an earlier step, with a compiled pass and without a window, like this
+            one but for the rows' own tokens.
     """
     if query.shape[2] != step.plan.q_len:
         step = replace(step, plan=step.plan.of_last_queries(query.shape[2]))
@@ -74,7 +75,7 @@ def prepare(
         own = suffix_view(plan, window, step.private.max_length)
         mask, start = own.mask, own.start
     spans = _decode_spans(query, step, mask, start, rule) if query.shape[2] == 1 else None
-    if kept is not None and spans is not None and window is None and _renew(kept, step, spans):
+    if kept is not None and spans is not None and _renew(kept, step, spans):
         return kept
     parts = [
         prepare_part(query, step, part_idx, rule, has_pass=spans is not None)
@@ -118,7 +119,8 @@ def _with_pass(
 def _renew(kept: StepWork, step: LayerStep, spans: NDArray[np.int64]) -> bool:
     """Takes up the work of an earlier step, with the tokens of this one; gives whether that goes."""
     decode = kept.decode
-    if decode is None or not decode.renew(step.private, spans):
+    assert decode is not None, "nothing else is kept"
+    if not decode.renew(step.private, spans):
         return False
     for part in kept.in_order:
         if part.entry is not None:

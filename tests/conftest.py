@@ -124,3 +124,11 @@ def real_model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         patch.setenv("HF_GRANIKV_HOME", str(tmp_path_factory.mktemp("models")))
         patch.setattr(demo_model, "_from_hub", lambda say: None)
         return demo_model.obtain_model(print)
+
+
+@pytest.fixture
+def same_threads_after() -> Iterator[None]:
+    """Torch has as many threads after a test as before."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

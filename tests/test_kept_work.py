@@ -1,6 +1,5 @@
 """What attention plans for a decode step goes on for the next ones, until something has changed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,13 +35,6 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(step_work, "DecodeAttention", Planned)
     return made
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Batch:
@@ -122,7 +114,7 @@ def test_forks_do_not_share_one(model, plans) -> None:
     assert len(plans) == 2
 
 
-def test_another_number_of_threads_is_planned_for(model, plans, threads) -> None:
+def test_another_number_of_threads_is_planned_for(model, plans, same_threads_after) -> None:
     batch = Batch(model, suffixes(4, 4))
     for num_threads in (1, 3, 3, 2):
         torch.set_num_threads(num_threads)

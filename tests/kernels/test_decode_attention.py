@@ -206,15 +206,12 @@ def test_agrees_with_its_reference(dtype):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_the_number_of_threads_does_not_matter(num_threads):
+def test_the_number_of_threads_does_not_matter(num_threads, same_threads_after):
     rows = Rows(torch.float32)
     states = [rows.add_prefix([0, 2], 60)]
-    expected, before = rows.attend(*states), torch.get_num_threads()
+    expected = rows.attend(*states)
     torch.set_num_threads(num_threads)
-    try:
-        assert torch.equal(rows.attend(*states), expected)
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(rows.attend(*states), expected)
 
 
 def test_a_team_may_have_fewer_threads_than_were_asked_for(monkeypatch):

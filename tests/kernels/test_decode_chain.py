@@ -15,11 +15,9 @@ READERS = [([0, 1], 700), ([0, 2, 4], 33), (range(5), 513), ([3], 40)]
 
 
 @pytest.fixture(autouse=True)
-def _restored():
-    before = torch.get_num_threads()
+def _restored(same_threads_after):
     with torch.no_grad():
         yield
-    torch.set_num_threads(before)
 
 
 def kernels(rows):

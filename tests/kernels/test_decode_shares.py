@@ -10,11 +10,9 @@ THREADS = [1, 2, 3, 5, 16]
 
 
 @pytest.fixture(autouse=True)
-def _restored():
-    before = torch.get_num_threads()
+def _restored(same_threads_after):
     with torch.no_grad():
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

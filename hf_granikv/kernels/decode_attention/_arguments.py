@@ -1,4 +1,4 @@
-"""Positions in what the compiled `decode_attention` is given, all int64.
+"""Positions in what the compiled `decode_attention` is given, all int64, and how small its pieces are.
 
 Strides count elements, but those of scratch memory bytes.
 """
@@ -16,3 +16,6 @@ SEGMENT_KEYS, SEGMENT_KEYS_HEAD, SEGMENT_KEYS_TOKEN = range(3)
 SEGMENT_VALUES, SEGMENT_VALUES_HEAD, SEGMENT_VALUES_TOKEN = range(3, 6)
 SEGMENT_SLOTS, SEGMENT_LENGTH, SEGMENT_ROWS = range(6, 9)
 NUM_SEGMENT_ARGUMENTS = 9
+
+# the fewest tokens that are worth a thread's while
+LEAST_PIECE = 64

@@ -13,7 +13,7 @@ from hf_granikv.kernels.decode_attention._numba_tokens import num_tokens
 # what a unit takes besides reading, in tokens
 _BASE = 16
 # the fewest tokens of a piece, and what it is a multiple of
-_LEAST, _STEP = 64, 16
+_LEAST, _STEP = field.LEAST_PIECE, 16
 
 
 @njit(**OPTIONS)

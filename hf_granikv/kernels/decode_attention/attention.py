@@ -22,8 +22,6 @@ DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
 _QUERY = slice(field.QUERY, field.SINKS)
 _OF_LAYER = slice(field.KEYS, field.NUM_STATES)
 _NUM_TOKENS = field.NUM_SEGMENTS - field.KEYS
-# tokens that are worth a thread's while
-_PIECE = 64
 # for how many more own tokens there is room from the start
 _SPARE = 64
 
@@ -98,7 +96,9 @@ class DecodeAttention:
         self._tokens_at = compiled.address_of(self._tokens)
         self._num_threads = threads = torch.get_num_threads()
         num_read = num_rows * longest
-        num_threads = max(1, min(threads, num_kv_heads * max(num_rows, num_read // _PIECE)))
+        num_threads = max(
+            1, min(threads, num_kv_heads * max(num_rows, num_read // field.LEAST_PIECE))
+        )
         # queries; keys and values of as many tokens, their products, where they are; two pieces with
         # their sums, highest scores and totals; scores; shares
         parts = [ratio * key_width, lanes * key_width, lanes * value_width, lanes * lanes]
