@@ -174,8 +174,7 @@ def _positions(before: list[int], layout: Layout) -> Ints | list[list[int]]:
     """The positions of new columns after so many tokens of each row."""
     if layout.is_full and layout.owned.shape[1] == 1:
         return [[num_tokens] for num_tokens in before]
-    positions: Ints = np.array(before)[:, None] + layout.owned.cumsum(1) - 1
-    return np.maximum(positions, 0)
+    return np.maximum(layout.positions(np.array(before)), 0)
 
 
 def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:

@@ -50,6 +50,12 @@ class Layout(NamedTuple):
     dense_reason: str | None = None
     recounts_positions: bool = False
 
+    def positions(self, before: Ints) -> Ints:
+        """`[num_rows, q_len]` the position of each new column, after so many tokens of each row."""
+        positions = before[:, None]
+        is_one_each = self.is_full and self.owned.shape[1] == 1
+        return positions if is_one_each else positions + self.owned.cumsum(1) - 1
+
 
 @lru_cache(maxsize=8)
 def all_tokens(num_rows: int, q_len: int) -> Bools:

@@ -16,7 +16,7 @@ from hf_granikv.pools.cold_write import ColdWrite
 from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
 from hf_granikv.step import ReadyLayer, Step
 from hf_granikv.views import LayerKind, StepPlan
-from hf_granikv.visibility import dense_columns, positions_of, suffix_mask, why_not_dense
+from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
 
 
 class CacheState(BatchRows):
@@ -307,7 +307,7 @@ class CacheState(BatchRows):
             prefix_lens=self.reads.lengths,
             kv_len=self.num_held,
             suffix_mask=mask,
-            positions=positions_of(layout, self.reads.lengths + before),
+            positions=layout.positions(self.reads.lengths + before),
             is_token=owned,
             column_index=columns,
             dense_reason=layout.dense_reason,

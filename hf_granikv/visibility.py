@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_granikv.layouts import Layout
 from hf_granikv.prompt_checks import Bools, Ints
 
 
@@ -28,13 +27,6 @@ def suffix_mask(owned: Bools, before: Ints, width: int) -> Tensor | None:
     seen = seen[:1] if (seen == seen[0]).all() else seen
     visible = np.arange(width) < seen[:, :, None]
     return torch.from_numpy(visible[:, None])
-
-
-def positions_of(layout: Layout, before: Ints) -> Ints:
-    """`[num_rows, q_len]` the position of each new column, after so many tokens of each row."""
-    positions = before[:, None]
-    is_one_each = layout.is_full and layout.owned.shape[1] == 1
-    return positions if is_one_each else positions + layout.owned.cumsum(1) - 1
 
 
 def dense_columns(owned: Bools, lengths: Ints, prefix_len: int, *, pads_first: bool) -> Tensor:

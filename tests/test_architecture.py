@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
     "hybrids": set(),
     "config_layers": {"hybrids"},
     "layer_kinds": {"config_layers", "pools", "row_prefixes"},
-    "visibility": {"layouts", "prompt_checks"},
+    "visibility": {"prompt_checks"},
     "batch_rows": {"layouts", "pools", "prompt_checks", "row_prefixes"},
     "step": {"pools"},
     "state": {
