@@ -113,7 +113,7 @@ def plan_of(shape: GroupShape, suffix_len: int, dispatch: str) -> StepPlan:
         column_index=None,
         dense_reason=None,
         dense_refusal=None,
-        is_unmasked=False,
+        why_unmasked=None,
         dispatch=dispatch,
         journal=Journal(),
     )

@@ -67,7 +67,7 @@ def announce_forward(
     if args:
         names = forward_parameters(module)
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    cache = _cache_in(kwargs)
+    cache = cache_in(kwargs)
     if getattr(cache, "announce", None) is None:
         return None
     rows: Any = getattr(cache, "rows", None)
@@ -91,7 +91,7 @@ def settle_forward(
     """
     if args:
         kwargs = {**dict(zip(forward_parameters(module), args, strict=False)), **kwargs}
-    cache = _cache_in(kwargs)
+    cache = cache_in(kwargs)
     settle = getattr(cache, "settle", None)
     if settle is not None:
         # a forward that raised has no output
@@ -102,7 +102,8 @@ def settle_forward(
             raise UnreadCacheError(type(module).__name__)
 
 
-def _cache_in(kwargs: dict[str, Any]) -> Any:
+def cache_in(kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of a forward pass, under either of its names; None if there is none."""
     cache = kwargs.get("cache")
     return kwargs.get("past_key_values") if cache is None else cache
 

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_granikv.compat import outside_graphs
 from hf_granikv.errors import NotPackableError
 from hf_granikv.gradients import SeenPart, needs_gradients, parts_seen, with_gradients
+from hf_granikv.graphs import DeferredKeyValue, attend_in_graph, implement
 from hf_granikv.kernels.suffix_attention import suffix_attention
 from hf_granikv.lazy import LazyKeyValue, are_as_stored, step_of
 from hf_granikv.masks import granikv_mask, says_no_more_than
@@ -27,9 +28,10 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, granikv_attention)
     # without a mask function of the same name every mask would silently be None
     AttentionMaskInterface.register(ATTENTION_NAME, granikv_mask)
+    implement(granikv_attention)
 
 
-@outside_graphs
+@outside_graphs(in_graphs=attend_in_graph)
 def granikv_attention(
     module: nn.Module,
     query: Tensor,
@@ -72,6 +74,8 @@ def granikv_attention(
         as_before = _as_before(query, key, value, scale, softcap)
         if as_before is not None:
             return as_before, None
+    if isinstance(key, DeferredKeyValue) or isinstance(value, DeferredKeyValue):
+        key, value = (t.stored() if isinstance(t, DeferredKeyValue) else t for t in (key, value))
     if isinstance(key, PackedKeyValue):
         if not says_no_more_than(attention_mask, key.segments[0].layer_step.window):
             raise NotPackableError("a layer brings a mask of its own")

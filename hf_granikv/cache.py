@@ -104,7 +104,7 @@ class AsymmetricPagedCache(LoadingCache):
         check_chunk_size(chunk_size)
         check_extends(parent, state.prefixes.levels, ids.shape[1])
         salt = check_salt(salt, parent)
-        state.check_takes_prefix()
+        state.prefixes.check_takes(state.num_rows)
         inner = self.attach(model)
         check_in_vocabulary(ids, inner)
         check_is_deterministic(inner)
@@ -135,7 +135,7 @@ class AsymmetricPagedCache(LoadingCache):
             StalePrefixError: If the row is older than the last `invalidate`.
         """
         ids, state = one_row_of_ids(token_ids), self._state
-        state.check_takes_prefix()
+        state.prefixes.check_takes(state.num_rows)
         check_extends(parked.prefix, state.prefixes.levels, ids.shape[1])
         check_is_kept(parked, state, knows_a_model=any(True for _ in self._models))
         salt = check_salt(None, parked.prefix)
@@ -212,7 +212,10 @@ class AsymmetricPagedCache(LoadingCache):
     def announce(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass (`ForwardReader`); called by the model's hook."""
         self.engines.check_is_paused()
-        return self._reader.read(module, kwargs)
+        try:
+            return self._reader.read(module, kwargs)
+        finally:
+            self.goes_straight = self._reader.goes_straight
 
     def settle(self, *, is_complete: bool = False) -> None:
         """Undoes what is left of a forward pass that broke off; called by the hook on the model."""

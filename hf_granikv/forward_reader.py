@@ -32,6 +32,7 @@ class ForwardReader:
 
     Attributes:
         owner: Whose rows the cache holds.
+        goes_straight: Whether the coming forward does, from the cache to attention by parts.
     """
 
     def __init__(self, state: CacheState, served: ServedModel, models: KnownModels) -> None:
@@ -40,6 +41,7 @@ class ForwardReader:
         self._models = models
         self._cut_prompt: CutPrompt | None = None
         self.owner = RowsOwner()
+        self.goes_straight = False
 
     def read(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass, and stages it.
@@ -57,6 +59,7 @@ class ForwardReader:
             RowsTakenError: If it is of a `generate` call whose rows are gone; likewise.
         """
         state = self._state
+        self.goes_straight = False
         if module not in self._models:
             return None
         self.owner.enter()
@@ -72,7 +75,7 @@ class ForwardReader:
             state.is_generation_pending = False
         self.owner.check(cache, state.num_rows, is_first=bool(generation))
         layout, kwargs, cut = self._laid_out(module, kwargs, generation)
-        if not state.needs_mask and layout.is_full:
+        if not state.forwards.needs_mask and layout.is_full:
             kwargs["attention_mask"] = None
         if generation or layout.starts_batch:
             self._models.check(module)
@@ -81,9 +84,26 @@ class ForwardReader:
         self._check_served(layout, kwargs, takes_positions=takes_positions, num_ahead=ahead)
         if not takes_positions:
             kwargs.pop("position_ids", None)
+        self.goes_straight = self._will_go_straight(module, layout, takes_positions=takes_positions)
+        if self.goes_straight and (mask := kwargs.get("attention_mask")) is not None:
+            # nobody reads it in a graph, which shall not be made anew for every length
+            torch._dynamo.maybe_mark_dynamic(mask, 1)
         state.stage(layout)
         self._cut_prompt = cut
         return kwargs
+
+    def _will_go_straight(self, module: Any, layout: Layout, *, takes_positions: bool) -> bool:
+        """Whether every layer is known to hand what the cache gives to our attention as it is.
+
+        Nobody looks at a mask then, and a compiler may take all such forwards for the same.
+        """
+        if not self._state.forwards.goes_straight or torch.is_grad_enabled() or module.training:
+            return False
+        if layout.dense_reason is not None or not layout.is_full or self._served.has_states:
+            return False
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(module.device.type):
+            return False
+        return self._served.why_masked(module.config, takes_positions=takes_positions) is None
 
     def _laid_out(
         self, module: nn.Module, kwargs: dict[str, Any], generation: dict[str, Any]

@@ -53,6 +53,18 @@ class HeldPrefixes:
             return self.bound.longest
         return 0 if self.only is None else self.only.stop
 
+    def check_takes(self, num_rows: int) -> None:
+        """Checks that a prefix may come where so many rows are held.
+
+        Raises:
+            ValueError: If they started without any.
+        """
+        if num_rows and not self:
+            raise ValueError(
+                f"the cache holds {num_rows} rows already; call cache.reset() first, or build "
+                "another cache."
+            )
+
     def bind(self, leaves: Sequence[Prefix | None]) -> None:
         """Lets the rows of the next batches start from these chains, whole."""
         self.bound = RowPrefixes.whole(leaves)

@@ -96,6 +96,7 @@ class Journal:
         promoted_tokens: Tokens that rows had computed for themselves, and have come to share since.
         once_tokens: Tokens that one row computed for several.
         merged_levels: How many of what rows share were stored as one with what comes before.
+        steps_in_graphs: Forward passes that graphs of `torch.compile` ran.
         reckoning: Where the constants of predictions come from.
         times_accelerators: Whether groups are timed where that takes events; on a CPU they are.
         has_warned: Whether it was said that nothing is shared, or that is known to the caller.
@@ -113,6 +114,7 @@ class Journal:
         self.promoted_tokens = 0
         self.once_tokens = 0
         self.merged_levels = 0
+        self.steps_in_graphs = 0
         self._decodes: Counter[str] = Counter()
         self._fused: deque[str] = deque(maxlen=20)
         # by what they say but for the numbers: how often, and the latest
@@ -186,6 +188,8 @@ class Journal:
             f"private tokens of decode steps, {how}: {count} times"
             for how, count in self._decodes.items()
         ]
+        if self.steps_in_graphs:
+            report.append(f"in graphs of torch.compile: {self.steps_in_graphs} forward passes.")
         report += [f"fused: {described}" for described in self._fused]
         if self.promoted_tokens or self.once_tokens:
             report.append(

@@ -91,6 +91,13 @@ class AsymmetricPagedLayer(CacheLayerMixin):
             make_ready(state, step, layer_idx)
         return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
 
+    def given(self) -> tuple[Tensor, Tensor]:
+        """What `update` has given in the forward under way, if that goes by parts."""
+        state, layer_idx = self._state, self.layer_idx
+        step = state.current_step()
+        of_layer = layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx))
+        return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
+
     def private(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
         return self._state.cold.read(self.layer_idx)

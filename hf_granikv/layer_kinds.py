@@ -241,6 +241,22 @@ class ServedModel:
             return f"{self.model_type} takes no position_ids and counts pads as positions"
         return None
 
+    def why_masked(self, config: PreTrainedConfig, *, takes_positions: bool) -> str | None:
+        """Why rows of different length need masks; None if nothing is known of that.
+
+        Args:
+            config: The model's, which names its attention.
+            takes_positions: Whether its forward takes `position_ids`.
+        """
+        attention = config.get_text_config(decoder=True)._attn_implementation
+        if attention != "granikv":
+            return f"its attention is {attention!r}, not 'granikv'"
+        if self.column_window is not None or self.temperature_from is not None:
+            return "its attention counts columns"
+        if self.rope_type is not None:
+            return f"its RoPE ({self.rope_type}) depends on the length of a forward"
+        return None if takes_positions else "its forward takes no position_ids"
+
     def check_padding(
         self, num_columns: int, *, takes_positions: bool, reads_pads: bool = True
     ) -> None:

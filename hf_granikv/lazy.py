@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hf_granikv.compat import outside_graphs
 from hf_granikv.errors import NotPackableError
 from hf_granikv.tokenwise import TokenSplit, plan
 from hf_granikv.views import LayerStep, PrivateTokens
@@ -73,8 +74,10 @@ class LazyKeyValue(torch.Tensor):
     def _of_parts(
         self, prefixes: tuple[Tensor, ...], suffix: Tensor, token_dim: int, *, is_buffer: bool
     ) -> "LazyKeyValue":
+        plan = self.layer_step.plan
+        plan.touched.add(self.layer_step.layer_idx)
         shape = list(suffix.shape)
-        shape[token_dim] = self.layer_step.plan.kv_len
+        shape[token_dim] = plan.kv_len
         lazy = self.of_shape(self.layer_step, shape, suffix, self.is_value)
         lazy.token_dim, lazy.is_buffer, lazy._parts = token_dim, is_buffer, (prefixes, suffix)
         return lazy
@@ -118,8 +121,11 @@ class LazyKeyValue(torch.Tensor):
         if self._dense is not None:
             return self._dense
         step, plan, dim = self.layer_step, self.layer_step.plan, self.token_dim
-        if plan.is_unmasked:
-            raise NotPackableError(f"{asked_by} needs keys and values in one piece, with a mask")
+        plan.touched.add(step.layer_idx)
+        if plan.why_unmasked is not None:
+            raise NotPackableError(
+                f"{asked_by} needs keys and values in one piece, with a mask, and {plan.why_unmasked}"
+            )
         if plan.dense_refusal is not None:
             raise ValueError(f"{asked_by} needs keys and values densely: {plan.dense_refusal}")
         together = (part.group.num_rows_of(plan.num_rows) for part in step.parts)
@@ -162,21 +168,7 @@ class LazyKeyValue(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answers questions about shape and dtype; goes by parts, or hands over the dense tensor."""
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func is torch.Tensor.to and _stays(*args, **(kwargs or {})):
-            return args[0]
-        by_parts = _by_parts(func, args, kwargs or {})
-        if by_parts is not None:
-            return by_parts
-        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
-        if _writes(func) and isinstance(args[0], LazyKeyValue):
-            args[0].is_written = True
-        dense_args, dense_kwargs = tree_map_only(
-            LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs or {})
-        )
-        return func(*dense_args, **dense_kwargs)
+        return _answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -208,6 +200,26 @@ def step_of(key: LazyKeyValue, value: LazyKeyValue) -> LayerStep:
         for part, its_keys, its_values in zip(step.parts, key.prefixes, value.prefixes, strict=True)
     )
     return replace(step, parts=parts, private=PrivateTokens.of_tensors(key.suffix, value.suffix))
+
+
+# a compiler would go on looking into tensors that have no storage
+@outside_graphs
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is torch.Tensor.to and _stays(*args, **kwargs):
+        return args[0]
+    by_parts = _by_parts(func, args, kwargs)
+    if by_parts is not None:
+        return by_parts
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", repr(func))
+    if _writes(func) and isinstance(args[0], LazyKeyValue):
+        args[0].is_written = True
+    dense_args, dense_kwargs = tree_map_only(
+        LazyKeyValue, lambda lazy: lazy.materialize(name), (args, kwargs)
+    )
+    return func(*dense_args, **dense_kwargs)
 
 
 def _by_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

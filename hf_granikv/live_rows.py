@@ -181,7 +181,7 @@ class LiveRows(RowPlaces):
     def _open(self, cache: AsymmetricPagedCache) -> AsymmetricPagedCache:
         """Makes a cache one of this batch."""
         state = cache.rows
-        state.is_live, state.needs_mask = True, self._runs.needs_mask
+        state.is_live, state.forwards.needs_mask = True, self._runs.needs_mask
         state.cold.limit, state.journal = self._cold_slots, self._journal
         return cache
 
@@ -270,7 +270,7 @@ class LiveRows(RowPlaces):
     def _stop_packing(self, reason: str) -> None:
         self._runs.stop_packing(reason)
         for rows in self._states:
-            rows.needs_mask = True
+            rows.forwards.needs_mask = True
 
     def _leave_common(self, row: Row) -> None:
         index = self._merged.index(row)

@@ -18,9 +18,16 @@ from transformers.masking_utils import (
 from hf_granikv.views import Window
 
 
+def granikv_mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
+    """See `mask_of_columns`; None for a forward without any column, as graphs have it of a cache."""
+    if torch.compiler.is_dynamo_compiling() and kwargs["kv_length"] == 0:
+        return None
+    return mask_of_columns(config=config, **kwargs)
+
+
 # the mark on the mask does not come out of a graph
 @torch.compiler.disable
-def granikv_mask(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
+def mask_of_columns(*, config: PreTrainedConfig, **kwargs: Any) -> Tensor | None:
     """The mask that SDPA would get, marked if position, window and padding say it all.
 
     Models without an attention interface add their mask to the scores, whatever the name of their

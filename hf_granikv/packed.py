@@ -125,13 +125,5 @@ def why_not_packable(model: Any, served: ServedModel) -> str | None:
 
 def why_masked(model: Any, served: ServedModel) -> str | None:
     """Why a model needs masks over rows of different length; None if nothing is known of that."""
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    if attention != "granikv":
-        return f"its attention is {attention!r}, not 'granikv'"
-    if served.column_window is not None or served.temperature_from is not None:
-        return "its attention counts columns"
-    if served.rope_type is not None:
-        return f"its RoPE ({served.rope_type}) depends on the length of a forward"
-    if "position_ids" not in forward_parameters(model):
-        return "its forward takes no position_ids"
-    return None
+    takes_positions = "position_ids" in forward_parameters(model)
+    return served.why_masked(model.config, takes_positions=takes_positions)

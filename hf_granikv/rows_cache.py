@@ -4,12 +4,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_granikv.in_process import InProcessCache
+from hf_granikv.graph_cache import GraphCache
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.state import CacheState
 
 
-class RowsCache(InProcessCache):
+class RowsCache(GraphCache):
     """A cache whose rows can be reordered, repeated, dropped and shortened."""
 
     _state: CacheState

@@ -70,7 +70,7 @@ class LoadingCache(ModelsCache):
         """
         inner, held, layers = transformers_model(model), self._state.prefixes, self._served.layers
         self._served.check_same(ServedModel.from_config(inner.config), type(inner).__name__)
-        self._state.check_takes_prefix()
+        self._state.prefixes.check_takes(self._state.num_rows)
         levels = read_prefix(path, inner)
         check_levels(path, levels, layers, held.any)
         parent, fresh = without_held(levels, held)

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_granikv.batch_rows import BatchRows, ParkedRow
 from hf_granikv.config import CacheOptions
 from hf_granikv.errors import RowsTakenError, UnannouncedForwardError
+from hf_granikv.forwards import Forwards
 from hf_granikv.held_prefixes import HeldPrefixes
 from hf_granikv.journal import Journal
 from hf_granikv.layouts import HeldRows, Layout, all_tokens
@@ -32,9 +33,9 @@ class CacheState(BatchRows):
         step_id: Counts forward passes; a layer that has stored this one carries the same number.
         is_generation_pending: Whether `generate` has taken the cache and not run it yet.
         returns_contiguous: Whether keys and values without a prefix are copied to be contiguous.
-        needs_mask: Whether models are given the mask of rows that come and go.
         graph_step: The first step whose tokens had a graph, which pools do not keep; None = none.
         is_live: Whether rows come and go: the inputs of forwards are read even without a prefix.
+        forwards: How models run over the cache.
     """
 
     def __init__(self, layers: Sequence[LayerKind], options: CacheOptions, hot: HotPool) -> None:
@@ -49,9 +50,9 @@ class CacheState(BatchRows):
         self.step_id = 0
         self.is_generation_pending = False
         self.returns_contiguous = False
-        self.needs_mask = True
         self.is_live = False
         self.graph_step: int | None = None
+        self.forwards = Forwards()
         self._staged: Layout | None = None
         self._step: Step | None = None
         # columns of the forward under way; 0 between forwards
@@ -98,7 +99,7 @@ class CacheState(BatchRows):
             self.peak_bytes = max(self.peak_bytes, self.private_bytes)
             self.row_states.begin(layout.reads.states(), len(layout.owned))
         self.row_states.open_step()
-        self._staged = layout
+        self._staged, self.forwards.is_in_graph = layout, False
 
     def begin_step(self, key_states: Tensor) -> Step:
         """Makes room for the tokens of a forward, at its first layer.
@@ -143,6 +144,7 @@ class CacheState(BatchRows):
             self.settle()
             raise
         self.step_id += 1
+        self.journal.steps_in_graphs += self.forwards.is_in_graph
         self._step = Step(plan, write, self.cold.table.max_length)
         return self._step
 
@@ -171,6 +173,8 @@ class CacheState(BatchRows):
         """Drops what a forward left that failed, as one does that is not known to be complete."""
         if self._step is not None:
             self._step.end()
+        if is_complete and self._num_open and self._step is not None:
+            self.forwards.goes_straight = self._step.plan.goes_straight
         staged, self._staged = self._staged, None
         num_half = 0 if is_complete else self._num_open
         self._num_open = 0
@@ -222,18 +226,6 @@ class CacheState(BatchRows):
         self.graph_step = self.graph_step if self.num_columns else None
         self._step = None
 
-    def check_takes_prefix(self) -> None:
-        """Checks that a prefix may come.
-
-        Raises:
-            ValueError: If there are rows that started without any.
-        """
-        if self.num_rows and not self.prefixes:
-            raise ValueError(
-                f"the cache holds {self.num_rows} rows already; call cache.reset() first, or build "
-                "another cache."
-            )
-
     def let_go(self, prefix: Prefix) -> None:
         """Drops one hold (`HeldPrefixes`), and the rows if they read what is gone then."""
         self.prefixes.let_go(prefix)
@@ -264,6 +256,7 @@ class CacheState(BatchRows):
             twin.copy_rows(self)
         twin.prefixes.copy_from(self.prefixes)
         twin.num_cropped = self.num_cropped if keeps_rows else 0
+        twin.forwards.goes_straight = self.forwards.goes_straight
         twin.step_id, twin.graph_step = self.step_id, self.graph_step if keeps_rows else None
         return twin
 
@@ -291,6 +284,7 @@ class CacheState(BatchRows):
         return Layout(not self.num_rows, reads, all_tokens(num_rows, q_len), is_full=True)
 
     def _plan(self, layout: Layout, before: np.ndarray, write: ColdWrite) -> StepPlan:
+        is_rectangle = self._owned is None and self.reads.is_even
         table, owned, mask, columns = self.cold.table, layout.owned, None, None
         # one token each after equally many sees all; without a prefix nobody reads the mask, and it
         # is as large as the scores of one head
@@ -312,7 +306,7 @@ class CacheState(BatchRows):
             column_index=columns,
             dense_reason=layout.dense_reason,
             dense_refusal=why_not_dense(owned) if self.has_windows else None,
-            is_unmasked=not self.needs_mask and not (self._owned is None and self.reads.is_even),
+            why_unmasked=None if is_rectangle else self.forwards.why_unmasked,
             dispatch=self.options.dispatch,
             journal=self.journal,
             kept=self.kept,

@@ -174,12 +174,14 @@ class StepPlan:
             prefix right-aligned; None if columns and tokens agree.
         dense_reason: Why the shared path must not be used in this forward, or None.
         dense_refusal: Why the dense route would go wrong in this forward, or None.
-        is_unmasked: Whether the model was given no mask over columns that have pads.
+        why_unmasked: Why the model was given no mask over columns that have pads; None if it was, or
+            there are none.
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
         to_come: Layers that have not run, as far as it is known what they read.
         kept: What attention has kept of earlier steps in which the rows read the same prefixes.
         alike: By layer, what attention knows of those that are like one that has run.
+        touched: Layers whose keys or values the model has changed, or asked for in one piece.
         scratch: What attention works out once per forward and keeps for the other layers.
     """
 
@@ -193,12 +195,13 @@ class StepPlan:
     column_index: Tensor | None
     dense_reason: str | None
     dense_refusal: str | None
-    is_unmasked: bool
+    why_unmasked: str | None
     dispatch: str
     journal: Journal
     to_come: dict[int, "LayerTokens"] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
     alike: dict[int, Any] = field(default_factory=dict)
+    touched: set[int] = field(default_factory=set)
     scratch: dict[Any, Any] = field(default_factory=dict)
 
     def of_last_queries(self, q_len: int) -> "StepPlan":
@@ -211,6 +214,11 @@ class StepPlan:
             positions=self.positions[:, -q_len:],
             is_token=self.is_token[:, -q_len:],
         )
+
+    @property
+    def goes_straight(self) -> bool:
+        """Whether what the cache gave went to attention by parts, and nowhere else."""
+        return bool(self.scratch) and not self.touched
 
     @property
     def longest_prefix(self) -> int:

@@ -27,6 +27,10 @@ ARROWS: dict[str, set[str]] = {
     "backends": {"kernels", "dispatch"},
     "tokenwise": set(),
     "lazy": {"tokenwise"},
+    "graphs": set(),
+    "graph_cache": {"graphs", "in_process"},
+    "compiling": {"announce", "inputs"},
+    "forwards": set(),
     "row_processors": set(),
     "announce": {"row_processors"},
     "engine_use": set(),
@@ -48,6 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "state": {
         *(
             "batch_rows",
+            "forwards",
             "packed_tensors",
             "held_prefixes",
             "pools",
@@ -82,7 +87,7 @@ ARROWS: dict[str, set[str]] = {
         *("pools", "prefix_file"),
     },
     "in_process": set(),
-    "rows_cache": {"in_process", "layer_kinds", "state"},
+    "rows_cache": {"graph_cache", "layer_kinds", "state"},
     "prefix_making": {
         *("backends", "batch_rows", "dispatch", "layer", "pools", "recording", "state"),
     },
@@ -96,7 +101,7 @@ ARROWS: dict[str, set[str]] = {
     "step_attention": {"backends", "kernels", "part_work", "step_work"},
     "packed_tensors": {"lazy"},
     "attention": {
-        *("gradients", "kernels", "lazy", "masks", "packed_tensors", "part_work"),
+        *("gradients", "graphs", "kernels", "lazy", "masks", "packed_tensors", "part_work"),
         "step_attention",
     },
     "packed": {"announce", "cache", "layer_kinds", "packed_tensors"},
@@ -191,6 +196,8 @@ WITHOUT_TRANSFORMERS = {
     ),
     *(
         "batch_rows",
+        "forwards",
+        "graphs",
         "packed_tensors",
         "held_prefixes",
         "level_cuts",

@@ -39,7 +39,7 @@ def layer_step(
         column_index=None if is_even else (owned.cumsum(1) - 1).clamp_min(0),
         dense_reason=None,
         dense_refusal=None,
-        is_unmasked=False,
+        why_unmasked=None,
         dispatch="auto",
         journal=Journal(),
     )
