@@ -43,10 +43,12 @@ _BLOCK = re.compile(r"(<!-- table (.*?) -->\n).*?(<!-- end of table -->)", re.DO
 # families of peers in the order of their columns, and what the summary calls them
 COLUMNS = {
     "granikv": "hf_granikv",
+    "granikv-compiled": "the same, compiled",
     "StaticCache": "StaticCache",
-    "StaticCache-compiled": "the same, compiled",
+    "StaticCache-compiled": "StaticCache, compiled",
     "DynamicCache": "DynamicCache",
     "batch-global": "batch-global cascade",
+    "batch-global-compiled": "the same, compiled",
     "continuous": "continuous batching",
     "llama.cpp": "llama.cpp",
     NO_CONTEXT: "no context at all",

@@ -11,7 +11,7 @@ from prompts import alone, logits_alone, tokens
 from torch import Tensor
 
 from hf_granikv.bench.agreement import TOLERANCES, ResultsDiffer
-from hf_granikv.bench.compiled import StaticCompiled
+from hf_granikv.bench.compiled import CompiledSteps, StaticCompiled
 from hf_granikv.bench.continuous import ContinuousBatching, continuous_unsupported
 from hf_granikv.bench.decode import PEERS
 from hf_granikv.bench.gguf_file import unwritable
@@ -58,7 +58,10 @@ def check_each_row(peer: Peer, work: Workload, steps: Tensor) -> None:
 
 @pytest.mark.parametrize("is_shuffled", [False, True])
 @pytest.mark.parametrize("name", names_of(GROUP_PEERS))
-def test_every_group_peer_gives_the_logits_of_each_row_alone(name: str, is_shuffled: bool) -> None:
+def test_every_group_peer_gives_the_logits_of_each_row_alone(
+    name: str, is_shuffled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompiledSteps, "options", {"backend": "eager"})
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     peer = GROUP_PEERS[name](model)
     if reason := peer.missing():
@@ -75,7 +78,7 @@ def test_every_decode_peer_gives_the_logits_of_each_row_alone(
     name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # no C++ compiler: what it traces is run as it is
-    monkeypatch.setattr(StaticCompiled, "backend", "eager")
+    monkeypatch.setattr(CompiledSteps, "options", {"backend": "eager"})
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     peer = PEERS[name](model)
     if reason := peer.missing():
@@ -104,7 +107,7 @@ def test_a_compiler_that_fails_is_the_reason_for_the_absence(
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no C++ compiler\nand more lines")
 
-    monkeypatch.setattr(StaticCompiled, "backend", broken)
+    monkeypatch.setattr(CompiledSteps, "options", {"backend": broken})
     model = SHARED_PATH["llama"].model()
     work = Workload.random([20], 2, 3, VOCAB_SIZE, False)
     with torch.no_grad(), pytest.raises(PeerAbsent, match=r"torch.compile: .*no C\+\+ compiler"):
@@ -113,7 +116,7 @@ def test_a_compiler_that_fails_is_the_reason_for_the_absence(
 
 def test_a_step_that_compiles_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that counts in a Python number compiles in every step, and would be timed at that."""
-    monkeypatch.setattr(StaticCompiled, "backend", "eager")
+    monkeypatch.setattr(CompiledSteps, "options", {"backend": "eager"})
     model = SHARED_PATH["llama"].model()
     forward, count = model.forward, [0]
 
@@ -122,8 +125,8 @@ def test_a_step_that_compiles_again_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         return forward(**kwargs) if model.count >= 0 else None
 
     class Counting(StaticCompiled):
-        def _take_back(self) -> None:
-            super()._take_back()
+        def take_back(self) -> None:
+            super().take_back()
             count[0] += 1
 
     monkeypatch.setattr(model, "forward", counting)

@@ -1,29 +1,32 @@
-"""`StaticCache` under `torch.compile`, as transformers' `generate` runs it on accelerators."""
+"""Peers whose decode steps are compiled, as `generate` does where it is given a `compile_config`."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
-from hf_granikv.bench.peers import PeerAbsent, Static
+from hf_granikv import compile_decode
+from hf_granikv.bench.peers import Granikv, Peer, PeerAbsent, Static
 from hf_granikv.bench.workload import Workload
 
+# variants of one function: peers and workloads of a run are told apart by their shapes and caches
+_MAX_VARIANTS = 64
 
-class StaticCompiled(Static):
-    """`StaticCache`, the forward of a decode step compiled for its shapes (mode "default").
+
+class CompiledSteps(Peer):
+    """A peer whose decode steps are compiled for its shapes (mode "default").
 
     Two steps are tried and taken back when it is prepared: one to compile, and one that must not
     compile again, or its times would be those of the compiler.
     """
 
-    name = "StaticCache-compiled"
     has_models_time = False
-    backend: ClassVar[str] = "inductor"
+    options: ClassVar[dict[str, Any]] = {"backend": "inductor"}
 
     def prepare(self, workload: Workload, num_steps: int) -> None:
-        super().prepare(workload, num_steps)
-        # what an earlier workload compiled counts against the limit of variants of one function
-        torch.compiler.reset()
-        self.run = torch.compile(self.model.forward, dynamic=False, backend=self.backend)
+        super().prepare(workload, num_steps)  # type: ignore[safe-super]
+        torch._dynamo.config.recompile_limit = _MAX_VARIANTS
+        self.run = self.compiled()
         for stance in ("default", "fail_on_recompile"):
             try:
                 with torch.compiler.set_stance(stance):
@@ -33,10 +36,59 @@ class StaticCompiled(Static):
                 cause = getattr(error, "inner_exception", error)
                 first_line = next(iter(str(cause).strip().splitlines()), "")
                 raise PeerAbsent(f"torch.compile: {type(cause).__name__}: {first_line}") from error
-            self._take_back()
+            self.take_back()
 
-    def _take_back(self) -> None:
+    def compiled(self) -> Callable[..., Any]:
+        """The forward of a step."""
+        return torch.compile(self.model.forward, dynamic=False, **self.options)
+
+    def take_back(self) -> None:
         """Forgets the last token of every row."""
+        raise NotImplementedError
+
+
+class StaticSteps(CompiledSteps):
+    """Those of `StaticCache`."""
+
+    num_columns: int
+
+    def take_back(self) -> None:
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
+        self.num_columns -= 1
+
+
+class GranikvSteps(CompiledSteps):
+    """Those of `AsymmetricPagedCache`, by `compile_decode`; undone between them, for peers that are not."""
+
+    def compiled(self) -> Callable[..., Any]:
+        compiled = compile_decode(self.model, dynamic=False, **self.options).forward
+        del self.model.forward
+
+        def run(**kwargs: Any) -> Any:
+            self.model.forward = compiled
+            try:
+                return self.model(**kwargs)
+            finally:
+                del self.model.forward
+
+        return run
+
+    def take_back(self) -> None:
+        self.cache.crop(-1)
+
+
+class StaticCompiled(StaticSteps, Static):
+    """`StaticCache`, its decode steps compiled."""
+
+    name = "StaticCache-compiled"
+
+
+class GranikvCompiled(GranikvSteps, Granikv):
+    """Ours, its decode steps compiled."""
+
+    name = "granikv-compiled"
+
+    def take_back(self) -> None:
+        super().take_back()
         self.num_columns -= 1

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_granikv import AsymmetricPagedCache
+from hf_granikv.bench.compiled import GranikvSteps, StaticSteps
 from hf_granikv.bench.llama_cpp import LLAMA_CPP
 from hf_granikv.bench.peers import (
     CONTINUOUS,
@@ -166,12 +167,33 @@ class PaddedStatic(PaddedDynamic):
         self.fill(workload)
 
 
+class GroupGranikvCompiled(GranikvSteps, GroupGranikv):
+    """Ours, its decode steps compiled."""
+
+    name = "granikv-compiled"
+
+
+class BatchGlobalCompiled(GranikvSteps, BatchGlobal):
+    """The rule of vLLM, its decode steps compiled."""
+
+    name = "batch-global-compiled"
+
+
+class PaddedStaticCompiled(StaticSteps, PaddedStatic):
+    """`StaticCache` over left-padded rows, its decode steps compiled."""
+
+    name = "StaticCache-compiled"
+
+
 GROUP_PEERS: dict[str, PeerFactory] = {
     GroupGranikv.name: GroupGranikv,
+    GroupGranikvCompiled.name: GroupGranikvCompiled,
     BatchGlobal.name: BatchGlobal,
+    BatchGlobalCompiled.name: BatchGlobalCompiled,
     BatchPerPrefix.name: BatchPerPrefix,
     PaddedDynamic.name: PaddedDynamic,
     PaddedStatic.name: PaddedStatic,
+    PaddedStaticCompiled.name: PaddedStaticCompiled,
     NoContext.name: NoContext,
     **CONTINUOUS,
     **LLAMA_CPP,
