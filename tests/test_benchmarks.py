@@ -11,7 +11,7 @@ from prompts import alone, logits_alone, tokens
 from torch import Tensor
 
 from hf_granikv.bench.agreement import TOLERANCES, ResultsDiffer
-from hf_granikv.bench.compiled import CompiledSteps, StaticCompiled
+from hf_granikv.bench.compiled import CompiledSteps, FrozenSteps, StaticCompiled
 from hf_granikv.bench.continuous import ContinuousBatching, continuous_unsupported
 from hf_granikv.bench.decode import PEERS
 from hf_granikv.bench.gguf_file import unwritable
@@ -42,6 +42,12 @@ def names_of(factories: dict[str, object]) -> list[object]:
     ]
 
 
+def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets compiled peers run what is traced as it is, which takes no C++ compiler."""
+    for peer in (CompiledSteps, FrozenSteps):
+        monkeypatch.setattr(peer, "backend", "eager")
+
+
 def check_each_row(peer: Peer, work: Workload, steps: Tensor) -> None:
     """Every row's logits are those of a forward of that row alone."""
     peer.prepare(work, len(steps))
@@ -61,7 +67,7 @@ def check_each_row(peer: Peer, work: Workload, steps: Tensor) -> None:
 def test_every_group_peer_gives_the_logits_of_each_row_alone(
     name: str, is_shuffled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CompiledSteps, "options", {"backend": "eager"})
+    trace_only(monkeypatch)
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     peer = GROUP_PEERS[name](model)
     if reason := peer.missing():
@@ -77,8 +83,7 @@ def test_every_group_peer_gives_the_logits_of_each_row_alone(
 def test_every_decode_peer_gives_the_logits_of_each_row_alone(
     name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # no C++ compiler: what it traces is run as it is
-    monkeypatch.setattr(CompiledSteps, "options", {"backend": "eager"})
+    trace_only(monkeypatch)
     model = SHARED_PATH["llama"].model(attn_implementation="granikv")
     peer = PEERS[name](model)
     if reason := peer.missing():
@@ -90,13 +95,14 @@ def test_every_decode_peer_gives_the_logits_of_each_row_alone(
 
 
 @pytest.mark.slow
-def test_what_the_compiler_makes_gives_the_same_logits() -> None:
+@pytest.mark.parametrize("name", ["granikv-compiled", "granikv-frozen", "StaticCache-frozen"])
+def test_what_the_compiler_makes_gives_the_same_logits(name: str) -> None:
+    torch._dynamo.reset()
     model = SHARED_PATH["llama"].model(num_hidden_layers=1, attn_implementation="granikv")
     work = Workload.random([20], 2, 3, VOCAB_SIZE, False)
     with torch.no_grad():
-        peer = StaticCompiled(model)
         try:
-            check_each_row(peer, work, torch.randint(2, VOCAB_SIZE, (3, 2, 1)))
+            check_each_row(PEERS[name](model), work, torch.randint(2, VOCAB_SIZE, (3, 2, 1)))
         except PeerAbsent as error:
             pytest.skip(str(error))
 
@@ -107,7 +113,7 @@ def test_a_compiler_that_fails_is_the_reason_for_the_absence(
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no C++ compiler\nand more lines")
 
-    monkeypatch.setattr(CompiledSteps, "options", {"backend": broken})
+    monkeypatch.setattr(CompiledSteps, "backend", broken)
     model = SHARED_PATH["llama"].model()
     work = Workload.random([20], 2, 3, VOCAB_SIZE, False)
     with torch.no_grad(), pytest.raises(PeerAbsent, match=r"torch.compile: .*no C\+\+ compiler"):
@@ -116,7 +122,7 @@ def test_a_compiler_that_fails_is_the_reason_for_the_absence(
 
 def test_a_step_that_compiles_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that counts in a Python number compiles in every step, and would be timed at that."""
-    monkeypatch.setattr(CompiledSteps, "options", {"backend": "eager"})
+    trace_only(monkeypatch)
     model = SHARED_PATH["llama"].model()
     forward, count = model.forward, [0]
 

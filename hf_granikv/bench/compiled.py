@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch._inductor import config as inductor
+from torch._inductor.compile_fx import compile_fx
 
 from hf_granikv import compile_decode
 from hf_granikv.bench.peers import Granikv, Peer, PeerAbsent, Static
@@ -11,6 +13,11 @@ from hf_granikv.bench.workload import Workload
 
 # variants of one function: peers and workloads of a run are told apart by their shapes and caches
 _MAX_VARIANTS = 64
+
+
+def frozen(*graph_and_inputs: Any) -> Any:
+    """The inductor under a name of its own: graphs of one backend serve whoever has the same guards."""
+    return compile_fx(*graph_and_inputs)
 
 
 class CompiledSteps(Peer):
@@ -21,7 +28,9 @@ class CompiledSteps(Peer):
     """
 
     has_models_time = False
-    options: ClassVar[dict[str, Any]] = {"backend": "inductor"}
+    backend: ClassVar[Any] = "inductor"
+    # whether weights become constants of the graph, packed for the processor
+    is_frozen: ClassVar[bool] = False
 
     def prepare(self, workload: Workload, num_steps: int) -> None:
         super().prepare(workload, num_steps)  # type: ignore[safe-super]
@@ -29,7 +38,7 @@ class CompiledSteps(Peer):
         self.run = self.compiled()
         for stance in ("default", "fail_on_recompile"):
             try:
-                with torch.compiler.set_stance(stance):
+                with torch.compiler.set_stance(stance), inductor.patch(freezing=self.is_frozen):
                     self.step(workload.suffixes[:, :1])
             # a missing or failing C++ compiler comes as errors of many kinds
             except Exception as error:
@@ -40,7 +49,7 @@ class CompiledSteps(Peer):
 
     def compiled(self) -> Callable[..., Any]:
         """The forward of a step."""
-        return torch.compile(self.model.forward, dynamic=False, **self.options)
+        return torch.compile(self.model.forward, dynamic=False, backend=self.backend)
 
     def take_back(self) -> None:
         """Forgets the last token of every row."""
@@ -62,7 +71,7 @@ class GranikvSteps(CompiledSteps):
     """Those of `AsymmetricPagedCache`, by `compile_decode`; undone between them, for peers that are not."""
 
     def compiled(self) -> Callable[..., Any]:
-        compiled = compile_decode(self.model, dynamic=False, **self.options).forward
+        compiled = compile_decode(self.model, dynamic=False, backend=self.backend).forward
         del self.model.forward
 
         def run(**kwargs: Any) -> Any:
@@ -78,10 +87,23 @@ class GranikvSteps(CompiledSteps):
         self.cache.crop(-1)
 
 
+class FrozenSteps(CompiledSteps):
+    """Compiled with the weights frozen (`torch._inductor.config.freezing`)."""
+
+    backend = staticmethod(frozen)
+    is_frozen = True
+
+
 class StaticCompiled(StaticSteps, Static):
     """`StaticCache`, its decode steps compiled."""
 
     name = "StaticCache-compiled"
+
+
+class StaticFrozen(FrozenSteps, StaticCompiled):
+    """`StaticCache`, its decode steps compiled, the weights frozen."""
+
+    name = "StaticCache-frozen"
 
 
 class GranikvCompiled(GranikvSteps, Granikv):
@@ -92,3 +114,9 @@ class GranikvCompiled(GranikvSteps, Granikv):
     def take_back(self) -> None:
         super().take_back()
         self.num_columns -= 1
+
+
+class GranikvFrozen(FrozenSteps, GranikvCompiled):
+    """Ours, its decode steps compiled, the weights frozen."""
+
+    name = "granikv-frozen"

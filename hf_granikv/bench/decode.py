@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_granikv.bench.agreement import TOLERANCES
-from hf_granikv.bench.compiled import GranikvCompiled, StaticCompiled
+from hf_granikv.bench.compiled import GranikvCompiled, GranikvFrozen, StaticCompiled, StaticFrozen
 from hf_granikv.bench.llama_cpp import LLAMA_CPP
 from hf_granikv.bench.options import add_common, add_peers, loaded_model, positive
 from hf_granikv.bench.peers import (
@@ -33,15 +33,17 @@ from hf_granikv.bench.step_rows import step_rows
 from hf_granikv.bench.workload import Workload, random_ids
 
 HELP = "time of a decode step over one shared prefix"
-_ONE_PREFIX = (Granikv, GranikvCompiled, Static, StaticCompiled, Dynamic, NoContext)
+_ONE_PREFIX = (Granikv, Static, Dynamic, NoContext)
+_COMPILED = (GranikvCompiled, GranikvFrozen, StaticCompiled, StaticFrozen)
 _FORCED = (GranikvCascade, GranikvGemm, GranikvPerRow)
 PEERS: dict[str, PeerFactory] = {
-    **{peer.name: peer for peer in (*_ONE_PREFIX, *_FORCED)},
+    **{peer.name: peer for peer in (*_ONE_PREFIX, *_COMPILED, *_FORCED)},
     **CONTINUOUS,
     **LLAMA_CPP,
 }
-DEFAULT = ["granikv", "granikv-compiled", "StaticCache", "StaticCache-compiled", "DynamicCache"]
-DEFAULT += ["continuous-4", *LLAMA_CPP, NoContext.name]
+DEFAULT = ["granikv", "granikv-compiled", "granikv-frozen"]
+DEFAULT += ["StaticCache", "StaticCache-compiled", "StaticCache-frozen"]
+DEFAULT += ["DynamicCache", "continuous-4", *LLAMA_CPP, NoContext.name]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_granikv import AsymmetricPagedCache
-from hf_granikv.bench.compiled import GranikvSteps, StaticSteps
+from hf_granikv.bench.compiled import FrozenSteps, GranikvSteps, StaticSteps
 from hf_granikv.bench.llama_cpp import LLAMA_CPP
 from hf_granikv.bench.peers import (
     CONTINUOUS,
@@ -179,6 +179,18 @@ class BatchGlobalCompiled(GranikvSteps, BatchGlobal):
     name = "batch-global-compiled"
 
 
+class GroupGranikvFrozen(FrozenSteps, GroupGranikvCompiled):
+    """Ours, its decode steps compiled, the weights frozen."""
+
+    name = "granikv-frozen"
+
+
+class BatchGlobalFrozen(FrozenSteps, BatchGlobalCompiled):
+    """The rule of vLLM, its decode steps compiled, the weights frozen."""
+
+    name = "batch-global-frozen"
+
+
 class PaddedStaticCompiled(StaticSteps, PaddedStatic):
     """`StaticCache` over left-padded rows, its decode steps compiled."""
 
@@ -188,8 +200,10 @@ class PaddedStaticCompiled(StaticSteps, PaddedStatic):
 GROUP_PEERS: dict[str, PeerFactory] = {
     GroupGranikv.name: GroupGranikv,
     GroupGranikvCompiled.name: GroupGranikvCompiled,
+    GroupGranikvFrozen.name: GroupGranikvFrozen,
     BatchGlobal.name: BatchGlobal,
     BatchGlobalCompiled.name: BatchGlobalCompiled,
+    BatchGlobalFrozen.name: BatchGlobalFrozen,
     BatchPerPrefix.name: BatchPerPrefix,
     PaddedDynamic.name: PaddedDynamic,
     PaddedStatic.name: PaddedStatic,

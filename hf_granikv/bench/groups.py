@@ -18,8 +18,9 @@ from hf_granikv.bench.step_rows import step_rows
 from hf_granikv.bench.workload import Workload, random_ids
 
 HELP = "time of a decode step over rows of several prefixes"
-DEFAULT = ["granikv", "granikv-compiled", "batch-global", "batch-global-compiled", "StaticCache"]
-DEFAULT += ["StaticCache-compiled", "DynamicCache", "continuous-4", "no-context"]
+DEFAULT = ["granikv", "granikv-compiled", "granikv-frozen"]
+DEFAULT += ["batch-global", "batch-global-compiled", "batch-global-frozen"]
+DEFAULT += ["StaticCache", "StaticCache-compiled", "DynamicCache", "continuous-4", "no-context"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
