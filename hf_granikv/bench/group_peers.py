@@ -131,10 +131,15 @@ class PaddedDynamic(Peer):
         self.num_columns += workload.suffixes.shape[1]
 
     def step(self, ids: Tensor) -> Tensor:
-        mask = torch.arange(self.num_columns + 1) >= self.pads[:, None]
+        mask = torch.arange(self.num_masked) >= self.pads[:, None]
         positions = self.num_columns - self.pads[:, None]
         self.num_columns += 1
         return self.forward(ids, attention_mask=mask.long(), position_ids=positions)
+
+    @property
+    def num_masked(self) -> int:
+        """Columns of the mask of a step."""
+        return self.num_columns + 1
 
     def bytes_held(self) -> int:
         return storage_bytes(self.cache)
@@ -160,11 +165,14 @@ class PaddedStatic(PaddedDynamic):
 
     def prepare(self, workload: Workload, num_steps: int) -> None:
         prompt_len = max(ids.shape[1] for ids in workload.prefixes) + workload.suffixes.shape[1]
-        self.pads, self.cache = (
-            workload.pads,
-            StaticCache(config=self.model.config, max_cache_len=prompt_len + num_steps),
-        )
+        self.pads, self.max_len = workload.pads, prompt_len + num_steps
+        self.cache = StaticCache(config=self.model.config, max_cache_len=self.max_len)
         self.fill(workload)
+
+    @property
+    def num_masked(self) -> int:
+        # always as many, as graphs need it; the cache itself hides columns to come
+        return self.max_len
 
 
 class GroupGranikvCompiled(GranikvSteps, GroupGranikv):
