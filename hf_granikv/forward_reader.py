@@ -42,6 +42,7 @@ class ForwardReader:
         self._cut_prompt: CutPrompt | None = None
         self.owner = RowsOwner()
         self.goes_straight = False
+        self._configs: tuple[Any, Any] = None, None
 
     def read(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Reads the arguments of a coming forward pass, and stages it.
@@ -84,7 +85,9 @@ class ForwardReader:
         self._check_served(layout, kwargs, takes_positions=takes_positions, num_ahead=ahead)
         if not takes_positions:
             kwargs.pop("position_ids", None)
-        self.goes_straight = self._will_go_straight(module, layout, takes_positions=takes_positions)
+        self.goes_straight = self._will_go_straight(
+            module, layout, kwargs, takes_positions=takes_positions
+        )
         if self.goes_straight and (mask := kwargs.get("attention_mask")) is not None:
             # nobody reads it in a graph, which shall not be made anew for every length
             torch._dynamo.maybe_mark_dynamic(mask, 1)
@@ -92,7 +95,9 @@ class ForwardReader:
         self._cut_prompt = cut
         return kwargs
 
-    def _will_go_straight(self, module: Any, layout: Layout, *, takes_positions: bool) -> bool:
+    def _will_go_straight(
+        self, module: Any, layout: Layout, kwargs: dict[str, Any], *, takes_positions: bool
+    ) -> bool:
         """Whether every layer is known to hand what the cache gives to our attention as it is.
 
         Nobody looks at a mask then, and a compiler may take all such forwards for the same.
@@ -101,9 +106,16 @@ class ForwardReader:
             return False
         if layout.dense_reason is not None or not layout.is_full or self._served.has_states:
             return False
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(module.device.type):
+        if not takes_positions or _autocasts(kwargs["position_ids"].device.type):
             return False
-        return self._served.why_masked(module.config, takes_positions=takes_positions) is None
+        attention = self._text_config(module.config)._attn_implementation
+        return self._served.why_masked(attention, takes_positions=takes_positions) is None
+
+    def _text_config(self, config: Any) -> Any:
+        # transformers looks for it anew every time, which takes longer than all the rest here
+        if self._configs[0] is not config:
+            self._configs = config, config.get_text_config(decoder=True)
+        return self._configs[1]
 
     def _laid_out(
         self, module: nn.Module, kwargs: dict[str, Any], generation: dict[str, Any]
@@ -175,6 +187,13 @@ class ForwardReader:
         state.cold.check_room(int(cut.layout.owned.sum()), replacing=cut.layout.starts_batch)
         self._cut_prompt = cut
         return cut.first_column
+
+
+def _autocasts(device: str) -> bool:
+    return any(
+        torch.amp.is_autocast_available(each) and torch.is_autocast_enabled(each)
+        for each in ("cpu", device)
+    )
 
 
 def _with_mask(kwargs: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:

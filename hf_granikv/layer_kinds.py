@@ -241,14 +241,13 @@ class ServedModel:
             return f"{self.model_type} takes no position_ids and counts pads as positions"
         return None
 
-    def why_masked(self, config: PreTrainedConfig, *, takes_positions: bool) -> str | None:
+    def why_masked(self, attention: str, *, takes_positions: bool) -> str | None:
         """Why rows of different length need masks; None if nothing is known of that.
 
         Args:
-            config: The model's, which names its attention.
+            attention: The model's attention implementation.
             takes_positions: Whether its forward takes `position_ids`.
         """
-        attention = config.get_text_config(decoder=True)._attn_implementation
         if attention != "granikv":
             return f"its attention is {attention!r}, not 'granikv'"
         if self.column_window is not None or self.temperature_from is not None:

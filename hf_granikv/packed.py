@@ -126,4 +126,5 @@ def why_not_packable(model: Any, served: ServedModel) -> str | None:
 def why_masked(model: Any, served: ServedModel) -> str | None:
     """Why a model needs masks over rows of different length; None if nothing is known of that."""
     takes_positions = "position_ids" in forward_parameters(model)
-    return served.why_masked(model.config, takes_positions=takes_positions)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    return served.why_masked(attention, takes_positions=takes_positions)

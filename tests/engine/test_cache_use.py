@@ -65,7 +65,14 @@ OWN_ROWS = {
 }
 CHANGE_NOTHING = {"check_integrity", "explain", "stats"}
 # which `announce` refuses, in front of its layers
-OF_A_FORWARD = {"announce", "get_seq_length", "settle"}
+OF_A_FORWARD = {
+    "announce",
+    "get_seq_length",
+    "settle",
+    "get_mask_sizes",
+    "get_query_offset",
+    "update",
+}
 OF_ENGINES = {"reading_alone"}
 
 
