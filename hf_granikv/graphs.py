@@ -55,6 +55,7 @@ class DeferredUpdate:
         self.is_stored = False
         self._given: tuple[Tensor, Tensor] | None = None
 
+    @torch.compiler.disable
     def store(self) -> tuple[Tensor, Tensor]:
         """Stores it, unless that is done; gives what `update` gives."""
         if self._given is None:
@@ -79,6 +80,13 @@ class DeferredKeyValue:
     def stored(self) -> Tensor:
         """The keys or values, once stored."""
         return self.update.store()[self.is_value]
+
+    def to(self, *targets: Any, **named: Any) -> Any:
+        """`Tensor.to`; these themselves where that changes nothing."""
+        like = self.update.values if self.is_value else self.update.keys
+        if not named and all(target in (like.device, like.dtype) for target in targets):
+            return self
+        return self.stored().to(*targets, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -182,6 +182,7 @@ TOUCHES: dict[str, Callable[[Tensor], Tensor]] = {
     "asked for its shape": lambda keys: keys if keys.shape[1] and keys.size(0) else -keys,
     "cloned": torch.clone,
     "scaled": lambda keys: 1.0 * keys * 1.0,
+    "moved where they are": lambda keys: keys.to(torch.float32),
 }
 
 
@@ -206,6 +207,14 @@ def test_keys_that_are_touched_in_a_compiled_step_are_the_stored_ones(touched: s
     held = prefilled(model)
     assert new_tokens(model, left_padded(rows), num_new=3, **cached(held)) == want
     held.check_integrity()
+
+
+@pytest.mark.parametrize("touched", ["moved where they are"], indirect=True)
+def test_keys_that_are_moved_where_they_are_stay_in_the_graph(touched: str) -> None:
+    model = compile_decode(model_of(), backend="eager", fullgraph=True)
+    held = prefilled(model)
+    new_tokens(model, left_padded(whole(suffixes(3, 7))), num_new=3, **cached(held))
+    assert steps_in_graphs(held) == 2
 
 
 @pytest.mark.parametrize("touched", ["cloned", "scaled"], indirect=True)
