@@ -1,6 +1,7 @@
 """Decode steps of a model as one graph of `torch.compile`."""
 
 from functools import wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -15,13 +16,14 @@ Model = TypeVar("Model", bound=nn.Module)
 def compile_decode(model: Model, **options: Any) -> Model:
     """Lets `torch.compile` run the decode steps of a model over the caches of this package.
 
-    A step of one token per row is one graph, the same in every step and for every cache; it is compiled
-    when the second such step of a cache comes, which takes seconds to minutes. Other forwards, and
-    those over other caches, run as before: prompts, whose shapes differ, would be compiled again and again.
-    `cache.explain()` counts the steps that ran as a graph.
+    A step of one token per row over a prefix is one graph, the same in every step and for every cache. The
+    first one is compiled, which takes seconds to minutes. Other forwards, and those over other caches, run as
+    before: prompts, whose shapes differ, would be compiled again and again. `cache.explain()` counts
+    forwards that ran as graphs.
 
     Args:
-        model: The model. Its `forward` is replaced; a second call replaces what the first one did.
+        model: The model. Its `forward` is replaced; a second call replaces what the first one did, and
+            `del model.forward` undoes it.
         options: Of `torch.compile`.
 
     Returns:
@@ -31,15 +33,25 @@ def compile_decode(model: Model, **options: Any) -> Model:
         ValueError: If it contains no transformers model.
     """
     inner: Any = transformers_model(model)
-    forward: Any = getattr(inner.forward, "_granikv_plain", inner.forward)
-    compiled = torch.compile(forward, **options)
+    replaced = _before(vars(inner).get("forward"))
+    plain: Any = type(inner).forward if replaced is None else replaced
+    compiled = torch.compile(plain, **options)
 
-    @wraps(forward)
+    @wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
         is_known = getattr(cache_in(kwargs), "goes_straight", False)
         is_decode = is_known and shape_of(kwargs)[1] == 1
-        return (compiled if is_decode else forward)(*args, **kwargs)
+        return (compiled if is_decode else plain)(*args, **kwargs)
 
-    run._granikv_plain = forward  # type: ignore[attr-defined]
-    inner.forward = run
+    run._itself, run._replaced = run, replaced  # type: ignore[attr-defined]
+    # a method goes with a copy of the model
+    inner.forward = MethodType(run, inner) if replaced is None else run
     return model
+
+
+def _before(forward: Any) -> Any:
+    """What a forward of ours has replaced; any other one itself."""
+    ours = getattr(forward, "__func__", forward)
+    # wrappers copy the attributes of what they wrap
+    is_ours = ours is not None and getattr(ours, "_itself", None) is ours
+    return ours._replaced if is_ours else forward

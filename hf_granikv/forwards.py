@@ -17,9 +17,13 @@ class Forwards:
     goes_straight: bool = False
     is_in_graph: bool = False
 
-    @property
-    def why_unmasked(self) -> str | None:
-        """Why layers of the forward under way get no mask over pads; None if they do."""
+    def why_unmasked(self, *, is_rectangle: bool) -> str | None:
+        """Why layers of the forward under way get no mask; None if they do, or need none.
+
+        Args:
+            is_rectangle: Whether rows are of one length, over prefixes of one length.
+        """
         if self.is_in_graph:
+            # nor one of windows, or of queries that see no later ones
             return "compiled forwards have none; run this model without torch.compile"
-        return None if self.needs_mask else "packed forwards have none"
+        return None if self.needs_mask or is_rectangle else "packed forwards have none"

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_granikv.announce import forward_parameters
 from hf_granikv.graphs import DeferredKeyValue, DeferredUpdate, number_of
 from hf_granikv.in_process import InProcessCache
+from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.state import CacheState
 
 
 class GraphCache(InProcessCache):
@@ -18,6 +21,9 @@ class GraphCache(InProcessCache):
         goes_straight: Whether the forward under way may be traced: every layer is known to hand
             what it gets to attention as it is, which needs no mask.
     """
+
+    _state: CacheState
+    _served: ServedModel
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers=layers)
@@ -49,14 +55,25 @@ class GraphCache(InProcessCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile its decode steps: if it is told how, by a `compile_config`."""
+        """Whether `generate` may compile its decode steps.
+
+        It may if it is told how, by a `compile_config`, rows read a prefix, and nothing is known of the model
+        that would keep steps from being graphs.
+        """
         if torch.compiler.is_dynamo_compiling():
             return False
         asking = sys._getframe(1)
         if asking.f_code.co_name != "_valid_auto_compile_criteria":
             # those who ask for masks with a column for every token to come
             return False
-        return asking.f_locals["generation_config"].compile_config is not None
+        if asking.f_locals["generation_config"].compile_config is None:
+            return False
+        model, served = asking.f_locals["self"], self._served
+        if not self._state.reads_inputs or served.has_states:
+            return False
+        attention = model.config.get_text_config(decoder=True)._attn_implementation
+        takes_positions = "position_ids" in forward_parameters(model)
+        return served.why_masked(attention, takes_positions=takes_positions) is None
 
     @property
     def _is_traced(self) -> bool:

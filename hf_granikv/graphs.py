@@ -109,10 +109,10 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda deferred, *others: getattr(deferred.stored(), name)(*others)
 
 
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 for _name in (
-    "getitem",
-    "neg",
-    *(f"{r}{n}" for n in ("add", "sub", "mul", "truediv") for r in ("", "r")),
+    *("getitem", "setitem", "len", "iter", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge"),
+    *(f"{side}{name}" for name in _ARITHMETIC for side in ("", "r")),
 ):
     setattr(DeferredKeyValue, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -131,9 +131,9 @@ def attend_in_graph(
     key: Any,
     value: Any,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
+    scaling: Any = None,
     dropout: float = 0.0,
-    softcap: float | None = None,
+    softcap: Any = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None] | None:
@@ -160,6 +160,8 @@ def attend_in_graph(
     if value.update is not update or key.is_value or not value.is_value:
         return None
     if attention_mask is not None or dropout or kwargs.get("position_bias") is not None:
+        return None
+    if isinstance(scaling, Tensor) or isinstance(softcap, Tensor):
         return None
     of_layer = update.keys, update.values, update.cache.number, update.layer_idx, update.is_stored
     # layers may attend to what an earlier one has stored

@@ -5,15 +5,10 @@ import torch
 from torch import Tensor
 
 from hf_granikv.graph_cache import GraphCache
-from hf_granikv.layer_kinds import ServedModel
-from hf_granikv.state import CacheState
 
 
 class RowsCache(GraphCache):
     """A cache whose rows can be reordered, repeated, dropped and shortened."""
-
-    _state: CacheState
-    _served: ServedModel
 
     def reset(self) -> None:
         """Releases all rows and their memory; prefixes and bindings stay."""

@@ -306,7 +306,7 @@ class CacheState(BatchRows):
             column_index=columns,
             dense_reason=layout.dense_reason,
             dense_refusal=why_not_dense(owned) if self.has_windows else None,
-            why_unmasked=None if is_rectangle else self.forwards.why_unmasked,
+            why_unmasked=self.forwards.why_unmasked(is_rectangle=is_rectangle),
             dispatch=self.options.dispatch,
             journal=self.journal,
             kept=self.kept,

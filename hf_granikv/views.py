@@ -174,8 +174,7 @@ class StepPlan:
             prefix right-aligned; None if columns and tokens agree.
         dense_reason: Why the shared path must not be used in this forward, or None.
         dense_refusal: Why the dense route would go wrong in this forward, or None.
-        why_unmasked: Why the model was given no mask over columns that have pads; None if it was, or
-            there are none.
+        why_unmasked: Why the model was given no mask; None if it was, or needs none.
         dispatch: The caller's choice of backend.
         journal: Where what happens is counted.
         to_come: Layers that have not run, as far as it is known what they read.

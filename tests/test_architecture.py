@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "tokenwise": set(),
     "lazy": {"tokenwise"},
     "graphs": set(),
-    "graph_cache": {"graphs", "in_process"},
+    "graph_cache": {"announce", "graphs", "in_process", "layer_kinds", "state"},
     "compiling": {"announce", "inputs"},
     "forwards": set(),
     "row_processors": set(),

@@ -1,5 +1,7 @@
 """Decode steps as one graph of `torch.compile`: the same tokens, no graph break, no graph made twice."""
 
+import copy
+import functools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface, CompileConfig, DynamicCache, PreTrainedModel
 
-from hf_granikv import compile_decode
+from hf_granikv import AsymmetricPagedCache, compile_decode
 from hf_granikv.attention import ATTENTION_NAME, granikv_attention
 from hf_granikv.errors import ColdPoolFullError
 
@@ -182,6 +184,7 @@ TOUCHES: dict[str, Callable[[Tensor], Tensor]] = {
     "asked for its shape": lambda keys: keys if keys.shape[1] and keys.size(0) else -keys,
     "cloned": torch.clone,
     "scaled": lambda keys: 1.0 * keys * 1.0,
+    "compared": lambda keys: keys if (keys == keys).all() and len(keys) else -keys,
     "moved where they are": lambda keys: keys.to(torch.float32),
 }
 
@@ -199,9 +202,11 @@ def touched(request: pytest.FixtureRequest) -> Iterator[str]:
     AttentionInterface.register(ATTENTION_NAME, granikv_attention)
 
 
-@pytest.mark.parametrize("touched", TOUCHES, indirect=True)
+@pytest.mark.parametrize(
+    "touched", ["transposed", "contiguous", "asked for its shape"], indirect=True
+)
 def test_keys_that_are_touched_in_a_compiled_step_are_the_stored_ones(touched: str) -> None:
-    rows = whole(suffixes(5, 5))
+    rows = whole(suffixes(3, 7))
     want = alone(model_of(attention="eager"), rows, num_new=3)
     model = compile_decode(model_of(), backend="eager")
     held = prefilled(model)
@@ -217,16 +222,96 @@ def test_keys_that_are_moved_where_they_are_stay_in_the_graph(touched: str) -> N
     assert steps_in_graphs(held) == 2
 
 
-@pytest.mark.parametrize("touched", ["cloned", "scaled"], indirect=True)
-def test_keys_that_need_a_mask_in_a_compiled_step_are_refused(touched: str) -> None:
-    rows = whole(suffixes(3, 7))
-    model = compile_decode(model_of(), backend="eager")
+# rows of one length need no mask of pads, but one of windows
+@pytest.mark.parametrize(
+    ("touched", "family", "lengths"),
+    [
+        *(("cloned", "llama", (3, 7)), ("scaled", "llama", (3, 7))),
+        *(("compared", "llama", (3, 7)), ("cloned", "mistral", (5, 5))),
+    ],
+    indirect=["touched"],
+)
+def test_keys_that_need_a_mask_in_a_compiled_step_are_refused(
+    touched: str, family: str, lengths: tuple[int, int]
+) -> None:
+    rows = whole(suffixes(*lengths))
+    model = compile_decode(model_of(family), backend="eager")
     held = prefilled(model)
     with pytest.raises(ValueError, match=r"compiled forwards have none; run this model without"):
         new_tokens(model, left_padded(rows), num_new=3, **cached(held))
     held.check_integrity()
     # the step is taken back: the prompts alone are held
-    assert held.rows.cold.table.lengths.tolist() == [3, 7]
+    assert held.rows.cold.table.lengths.tolist() == list(lengths)
+
+
+def step_refused(model: PreTrainedModel, held: Any, rows: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"compiled forwards have none; run this model without"):
+        step(model, held, rows)
+
+
+def test_several_tokens_over_a_layer_that_turns_dense_are_refused() -> None:
+    """SDPA would let the first of them see what the last one does."""
+    model = model_of()
+    held = prefilled(model)
+    step(model, held, suffixes(5, 5))
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    layer: Any = model.base_model
+    layer.layers[1].self_attn.config = copy.deepcopy(model.config)
+    layer.layers[1].self_attn.config._attn_implementation = "sdpa"
+    step_refused(model, held, suffixes(4, 4, seed=7))
+    held.check_integrity()
+
+
+def test_a_forward_that_was_dense_is_followed_by_none_in_a_graph() -> None:
+    model = compile_decode(model_of(), **TRACED)
+    layer: Any = model.base_model
+    layer.layers[1].self_attn.config = copy.deepcopy(model.config)
+    layer.layers[1].self_attn.config._attn_implementation = "sdpa"
+    rows = whole(suffixes(3, 7))
+    want = alone(model_of(attention="eager"), rows, num_new=NUM_NEW)
+    held = prefilled(model)
+    assert new_tokens(model, left_padded(rows), num_new=NUM_NEW, **cached(held)) == want
+    assert steps_in_graphs(held) == 0
+
+
+def test_a_column_that_is_a_pad_in_some_row_stays_outside() -> None:
+    model, plain = compile_decode(model_of(), **TRACED), model_of(attention="eager")
+    held = prefilled(model)
+    first, second = suffixes(4, 4)
+    step(model, held, [first, second])
+    mask = torch.ones(2, len(PREFIX) + 5, dtype=torch.int64)
+    mask[1, -1] = 0
+    got = step(model, held, [[9], [0]], attention_mask=mask)[0, -1]
+    want = step(plain, None, [[*PREFIX, *first, 9]])[0, -1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert steps_in_graphs(held) == 0
+
+
+@pytest.mark.parametrize("mode", ["train", "eager"])
+def test_a_model_in_another_mode_stays_outside(mode: str) -> None:
+    model = compile_decode(model_of(), **TRACED)
+    held = prefilled(model)
+    step(model, held, suffixes(4, 4))
+    if mode == "train":
+        model.train()
+    else:
+        model.set_attn_implementation(mode)
+    step(model, held, [[5], [6]])
+    assert steps_in_graphs(held) == 0
+
+
+def test_sinks_enter_in_graphs() -> None:
+    plain, compiled = model_of("gpt_oss"), compile_decode(model_of("gpt_oss"), **TRACED)
+    logits = []
+    for model in (plain, compiled):
+        for module in model.modules():
+            if hasattr(module, "sinks"):
+                torch.nn.init.constant_(module.sinks, 4.0)
+        held = prefilled(model)
+        step(model, held, suffixes(4, 4))
+        logits.append(step(model, held, [[5], [6]]))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+    assert steps_in_graphs(held) == 1
 
 
 def test_a_step_without_room_changes_nothing_and_says_so() -> None:
@@ -272,12 +357,11 @@ def test_agents_answer_alike_over_a_compiled_model() -> None:
 
 def test_a_model_is_compiled_in_place_and_again_in_place_of_that() -> None:
     model = model_of()
-    plain = model.forward
+    plain: Any = model.forward
     assert compile_decode(model, **TRACED) is model
     first: Any = model.forward
     compile_decode(model, **TRACED)
-    second: Any = model.forward
-    assert first._granikv_plain == second._granikv_plain == plain
+    assert model.forward.__wrapped__ is first.__wrapped__ is plain.__func__
     rows = whole(suffixes(3))
     want = alone(model_of(attention="eager"), rows, num_new=3)
     got = new_tokens(model, left_padded(rows), num_new=3, **cached(DynamicCache()))
@@ -285,3 +369,44 @@ def test_a_model_is_compiled_in_place_and_again_in_place_of_that() -> None:
     assert not counters["stats"]
     with pytest.raises(ValueError, match="Linear contains no transformers model"):
         compile_decode(torch.nn.Linear(2, 2))
+
+
+def test_a_copy_of_a_compiled_model_computes_with_its_own_weights() -> None:
+    model = compile_decode(model_of(), **TRACED)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.mul_(1.1)
+    bare = model_of(attention="eager")
+    bare.load_state_dict(twin.state_dict())
+    rows = whole(suffixes(3, 7))
+    got = new_tokens(twin, left_padded(rows), num_new=4, **cached(prefilled(twin)))
+    assert got == alone(bare, rows, num_new=4)
+
+
+def test_what_others_have_put_around_a_compiled_forward_stays() -> None:
+    model = compile_decode(model_of(), **TRACED)
+    ours, calls = model.forward, []
+
+    @functools.wraps(ours)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return ours(*args, **kwargs)
+
+    model.forward = counting  # type: ignore[method-assign]
+    compile_decode(model, **TRACED)
+    new_tokens(model, left_padded(whole(suffixes(3))), num_new=2, **cached(prefilled(model)))
+    assert calls
+
+
+def test_generate_is_not_told_to_compile_what_cannot_be_a_graph() -> None:
+    config = CompileConfig(backend="aot_eager", mode=None)  # type: ignore[arg-type]
+    config._compile_all_devices = True
+    inputs = left_padded(whole(suffixes(5, 5)))
+    for model, held in (
+        (model_of(), AsymmetricPagedCache(model_of().config)),
+        (sdpa := model_of(attention="sdpa"), prefilled(sdpa)),
+        (hybrid := model_of("lfm2"), prefilled(hybrid)),
+    ):
+        new_tokens(model, inputs, num_new=3, compile_config=config, **cached(held))
+    assert not counters["stats"]
