@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_granikv.announce import forward_parameters
 from hf_granikv.graphs import DeferredKeyValue, DeferredUpdate, number_of
 from hf_granikv.in_process import InProcessCache
 from hf_granikv.layer_kinds import ServedModel
+from hf_granikv.packable import why_not_packable
 from hf_granikv.state import CacheState
 
 
@@ -68,12 +68,8 @@ class GraphCache(InProcessCache):
             return False
         if asking.f_locals["generation_config"].compile_config is None:
             return False
-        model, served = asking.f_locals["self"], self._served
-        if not self._state.reads_inputs or served.has_states:
-            return False
-        attention = model.config.get_text_config(decoder=True)._attn_implementation
-        takes_positions = "position_ids" in forward_parameters(model)
-        return served.why_masked(attention, takes_positions=takes_positions) is None
+        model = asking.f_locals["self"]
+        return self._state.reads_inputs and why_not_packable(model, self._served) is None
 
     @property
     def _is_traced(self) -> bool:

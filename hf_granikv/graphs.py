@@ -16,6 +16,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hf_granikv.lazy import stays
+
 _LIBRARY = torch.library.Library("hf_granikv", "DEF")
 _LIBRARY.define(
     "attend(Tensor query, Tensor keys, Tensor values, Tensor number, int layer_idx, bool is_stored, "
@@ -84,9 +86,7 @@ class DeferredKeyValue:
     def to(self, *targets: Any, **named: Any) -> Any:
         """`Tensor.to`; these themselves where that changes nothing."""
         like = self.update.values if self.is_value else self.update.keys
-        if not named and all(target in (like.device, like.dtype) for target in targets):
-            return self
-        return self.stored().to(*targets, **named)
+        return self if stays(like, *targets, **named) else self.stored().to(*targets, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

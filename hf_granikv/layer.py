@@ -12,7 +12,7 @@ from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.ready_layers import layer_step, make_ready, own_tokens
 from hf_granikv.state import CacheState
 from hf_granikv.step import ReadyLayer
-from hf_granikv.views import PrivateTokens
+from hf_granikv.views import LayerStep, PrivateTokens
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -89,14 +89,13 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         of_layer = layer_step(state, step, layer_idx, own)
         if is_first and not torch.is_grad_enabled():
             make_ready(state, step, layer_idx)
-        return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
+        return _lazy_pair(of_layer)
 
     def given(self) -> tuple[Tensor, Tensor]:
         """What `update` has given in the forward under way, if that goes by parts."""
         state, layer_idx = self._state, self.layer_idx
         step = state.current_step()
-        of_layer = layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx))
-        return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
+        return _lazy_pair(layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx)))
 
     def private(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
@@ -141,6 +140,10 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Refuses likewise."""
         raise NotImplementedError("all layers share their rows; call reset on the cache.")
+
+
+def _lazy_pair(of_layer: LayerStep) -> tuple[Tensor, Tensor]:
+    return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
 
 
 def check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:

@@ -208,7 +208,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func is torch.Tensor.to and _stays(*args, **kwargs):
+    if func is torch.Tensor.to and stays(*args, **kwargs):
         return args[0]
     by_parts = _by_parts(func, args, kwargs)
     if by_parts is not None:
@@ -264,9 +264,9 @@ def _writes(func: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _stays(lazy: Any, *targets: Any, **named: Any) -> bool:
-    """Whether `Tensor.to` with these arguments leaves a lazy tensor as it is."""
-    return not named and all(target in (lazy.device, lazy.dtype) for target in targets)
+def stays(tensor: Any, *targets: Any, **named: Any) -> bool:
+    """Whether `Tensor.to` with these arguments leaves a tensor as it is."""
+    return not named and all(target in (tensor.device, tensor.dtype) for target in targets)
 
 
 def _columns(tokens: Tensor, index: Tensor, dim: int) -> Tensor:

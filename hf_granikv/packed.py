@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_granikv.announce import forward_parameters
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.errors import NotPackableError
-from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.packed_tensors import PackedKeyValue, segments_of
 
 
@@ -114,17 +112,3 @@ class _PackedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """-1: there is no maximum."""
         return -1
-
-
-def why_not_packable(model: Any, served: ServedModel) -> str | None:
-    """Why a model cannot run packed tokens; None if nothing is known to be in the way."""
-    if served.has_states:
-        return "layers keep states, which would run on from row to row"
-    return why_masked(model, served)
-
-
-def why_masked(model: Any, served: ServedModel) -> str | None:
-    """Why a model needs masks over rows of different length; None if nothing is known of that."""
-    takes_positions = "position_ids" in forward_parameters(model)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    return served.why_masked(attention, takes_positions=takes_positions)

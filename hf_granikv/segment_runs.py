@@ -9,7 +9,8 @@ from torch import Tensor
 from hf_granikv.announce import forward_parameters
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.layer_kinds import ServedModel
-from hf_granikv.packed import PackedCache, Segment, why_masked, why_not_packable
+from hf_granikv.packable import why_masked, why_not_packable
+from hf_granikv.packed import PackedCache, Segment
 
 logger = logging.getLogger(__name__)
 
