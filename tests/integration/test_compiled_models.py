@@ -30,8 +30,6 @@ def compile_layers(model: PreTrainedModel) -> None:
     ("family", "compile_model"),
     [
         ("llama", compile_forward),
-        ("llama", compile_layers),
-        ("mistral", compile_forward),
         ("gemma2", compile_layers),
         ("lfm2", compile_forward),
     ],
