@@ -28,7 +28,7 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, granikv_attention)
     # without a mask function of the same name every mask would silently be None
     AttentionMaskInterface.register(ATTENTION_NAME, granikv_mask)
-    implement(granikv_attention)
+    implement(granikv_attention, decoded_as_before)
 
 
 @outside_graphs(in_graphs=attend_in_graph)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -35,7 +35,16 @@ def number_of(cache: Any) -> Tensor:
     """A number, `[]` int64 on the CPU, by which graphs know a cache; given once to each."""
     number = next(_numbers)
     _caches[number] = cache
-    return torch.tensor(number, device="cpu")
+    numbered: Any = torch.tensor(number, device="cpu")
+    # reading a tensor takes as long as a small operator
+    numbered.of_cache = ref(cache)
+    return numbered
+
+
+def _cache_of(number: Any) -> Any:
+    cache = number.of_cache() if hasattr(number, "of_cache") else None
+    # others may be copies
+    return cache if cache is not None and cache.number is number else _caches[int(number)]
 
 
 class DeferredUpdate:
@@ -177,8 +186,16 @@ def _given(
     return given
 
 
-def implement(attention: Callable[..., tuple[Tensor, None]]) -> None:
-    """Says what the operator does: stores, and attends with this function."""
+def implement(
+    attention: Callable[..., tuple[Tensor, None]], at_once: Callable[..., Tensor | None]
+) -> None:
+    """Says what the operator does: stores, and attends.
+
+    Args:
+        attention: Attends to what `update` gives.
+        at_once: Stores and attends where an earlier layer of the step has shown how
+            (`decoded_as_before`); gives None, and does nothing, where none has.
+    """
 
     def attend(
         query: Tensor,
@@ -191,7 +208,16 @@ def implement(attention: Callable[..., tuple[Tensor, None]]) -> None:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        cache = _caches[int(number)]
+        cache = _cache_of(number)
+        layer = cache.layers[layer_idx]
+        if not is_stored and (ready := layer.made_ready(keys, values)) is not None:
+            if sinks is None:
+                scale = scaling or query.shape[-1] ** -0.5
+                done = at_once(query, ready.of_layer, scale, softcap, (keys, values))
+                if done is not None:
+                    return done
+            layer.put(ready, keys, values)
+            is_stored = True
         key, value = _given(cache, layer_idx, keys, values, is_stored)
         rule: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
         # SDPA asks for it, where attention goes there after all

@@ -8,11 +8,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.compat import outside_graphs
 from hf_granikv.gradients import needs_gradients, with_graph
-from hf_granikv.lazy import LazyKeyValue
-from hf_granikv.ready_layers import layer_step, make_ready, own_tokens
+from hf_granikv.ready_layers import layer_step, lazy_pair, make_ready, own_tokens
 from hf_granikv.state import CacheState
 from hf_granikv.step import ReadyLayer
-from hf_granikv.views import LayerStep, PrivateTokens
+from hf_granikv.views import PrivateTokens
 
 
 class AsymmetricPagedLayer(CacheLayerMixin):
@@ -54,10 +53,9 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         """
         state, layer_idx = self._state, self.layer_idx
         is_first = state.is_staged or self._step_id == state.step_id
-        if not is_first and (ready := state.ready_layer(layer_idx)) is not None:
-            given = self._as_made_ready(ready, key_states, value_states)
-            if given is not None:
-                return given
+        if not is_first and (ready := self.made_ready(key_states, value_states)) is not None:
+            self.put(ready, key_states, value_states)
+            return lazy_pair(ready.of_layer) if ready.given is None else ready.given
         stored, by_parts = state.prefixes.any, state.reads_inputs
         if stored is not None:
             state.is_generation_pending = False
@@ -89,31 +87,44 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         of_layer = layer_step(state, step, layer_idx, own)
         if is_first and not torch.is_grad_enabled():
             make_ready(state, step, layer_idx)
-        return _lazy_pair(of_layer)
+        return lazy_pair(of_layer)
 
     def given(self) -> tuple[Tensor, Tensor]:
         """What `update` has given in the forward under way, if that goes by parts."""
         state, layer_idx = self._state, self.layer_idx
         step = state.current_step()
-        return _lazy_pair(layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx)))
+        return lazy_pair(layer_step(state, step, layer_idx, own_tokens(state, step, layer_idx)))
 
     def private(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows after their prefixes, `[num_rows, num_kv_heads, n, head_dim]`."""
         return self._state.cold.read(self.layer_idx)
 
-    def _as_made_ready(
-        self, ready: ReadyLayer, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Stores the new tokens; gives what was made ready, or None where it is not for these."""
+    def made_ready(self, keys: Tensor, values: Tensor) -> ReadyLayer | None:
+        """What was made ready for new tokens, once; who takes it stores them.
+
+        Args:
+            keys: As for `update`.
+            values: Likewise.
+
+        Returns:
+            None if nothing was, as for the first layer of a forward: then `update` has to see to it.
+        """
         state = self._state
-        if torch.is_grad_enabled() or not ready.fits(keys, values):
+        if state.is_staged or self._step_id == state.step_id:
+            return None
+        ready = state.ready_layer(self.layer_idx)
+        if ready is None or torch.is_grad_enabled() or not ready.fits(keys, values):
             return None
         self._step_id = state.step_id
+        return ready
+
+    def put(self, ready: ReadyLayer, keys: Tensor, values: Tensor) -> None:
+        """Stores the new tokens that a layer was made ready for."""
         if ready.places is None:
+            state = self._state
             state.cold.write(self.layer_idx, state.current_step().write, keys, values)
         else:
             ready.places.put(keys, values)
-        return ready.keys, ready.values
 
     def _check_same_as_held(self, key_states: Tensor, value_states: Tensor) -> None:
         held = self._state.cold.storage(self.layer_idx)
@@ -140,10 +151,6 @@ class AsymmetricPagedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Refuses likewise."""
         raise NotImplementedError("all layers share their rows; call reset on the cache.")
-
-
-def _lazy_pair(of_layer: LayerStep) -> tuple[Tensor, Tensor]:
-    return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
 
 
 def check_same_kind(states: Tensor, stored: Tensor, what: str, layer_idx: int) -> None:

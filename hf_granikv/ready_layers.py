@@ -7,6 +7,8 @@ our Python needs, so that the same lines take longer there than in one loop over
 
 from functools import partial
 
+from torch import Tensor
+
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
 from hf_granikv.step import ReadyLayer, Step
@@ -48,7 +50,19 @@ def own_tokens(state: CacheState, step: Step, layer_idx: int) -> PrivateTokens:
     """The rows' own tokens in one layer, where they lie in the pool."""
     cold, storages = state.cold, state.cold.storage(layer_idx)
     assert storages is not None, "the layer has stored tokens"
-    return PrivateTokens(storages, cold.table.slots, step.max_length, partial(cold.read, layer_idx))
+    brings_one = step.plan.q_len == 1 and step.write.source is None
+    return PrivateTokens(
+        storages,
+        cold.table.slots,
+        step.max_length,
+        partial(cold.read, layer_idx),
+        step.write.slots if brings_one else None,
+    )
+
+
+def lazy_pair(of_layer: LayerStep) -> tuple[Tensor, Tensor]:
+    """All keys and values of a layer, in parts."""
+    return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
 
 
 def _ready(state: CacheState, step: Step, of_layer: LayerStep) -> ReadyLayer:
@@ -56,13 +70,14 @@ def _ready(state: CacheState, step: Step, of_layer: LayerStep) -> ReadyLayer:
     keys, values = of_layer.private.storages
     num_rows, q_len, kv_len = step.plan.num_rows, step.plan.q_len, step.plan.kv_len
     (num_heads, _, key_dim), (num_value_heads, _, value_dim) = keys.shape, values.shape
-    return ReadyLayer(
-        (num_rows, num_heads, q_len, key_dim),
-        (num_rows, num_value_heads, q_len, value_dim),
-        keys.dtype,
-        state.cold.places(of_layer.layer_idx, step.write, q_len),
+    shapes = (num_rows, num_heads, q_len, key_dim), (num_rows, num_value_heads, q_len, value_dim)
+    if state.forwards.is_in_graph:
+        return ReadyLayer(*shapes, keys.dtype, of_layer, None, None)
+    given = (
         LazyKeyValue.of_shape(of_layer, (num_rows, num_heads, kv_len, key_dim), keys, False),
         LazyKeyValue.of_shape(
             of_layer, (num_rows, num_value_heads, kv_len, value_dim), values, True
         ),
     )
+    places = state.cold.places(of_layer.layer_idx, step.write, q_len)
+    return ReadyLayer(*shapes, keys.dtype, of_layer, places, given)

@@ -7,27 +7,28 @@ import torch
 from torch import Tensor
 
 from hf_granikv.pools.cold_write import ColdWrite, Places
-from hf_granikv.views import StepPlan
+from hf_granikv.views import LayerStep, StepPlan
 
 
 class ReadyLayer(NamedTuple):
-    """What `update` of a layer gives, made before the layer has run.
+    """What a layer is about to do, made before it has run.
 
     Attributes:
         key_shape: `[num_rows, num_kv_heads, q_len, head_dim]` of the keys to come.
         value_shape: Likewise.
         dtype: Of both.
-        places: Where they go. None where rows are no runs of equal length.
-        keys: All keys of the layer, those to come included; lazy.
-        values: Likewise.
+        of_layer: What its attention reads, those to come included.
+        places: Where they go. None where rows are no runs of equal length, or in a graph.
+        given: What `update` gives: all keys and values of the layer, lazy. None in a graph, where
+            nobody is given any.
     """
 
     key_shape: tuple[int, ...]
     value_shape: tuple[int, ...]
     dtype: torch.dtype
+    of_layer: LayerStep
     places: Places | None
-    keys: Tensor
-    values: Tensor
+    given: tuple[Tensor, Tensor] | None
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether these are the keys and values to come."""

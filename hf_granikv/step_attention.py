@@ -89,7 +89,11 @@ def step_attention(query: Tensor, step: LayerStep, rule: ScoreRule) -> Tensor:
 
 
 def decoded_as_before(
-    query: Tensor, step: LayerStep, scale: float, softcap: float | None
+    query: Tensor,
+    step: LayerStep,
+    scale: float,
+    softcap: float | None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
     """Attends as an earlier layer of the step did, where a decode step has one that is alike.
 
@@ -98,9 +102,12 @@ def decoded_as_before(
         step: Likewise; as the cache has it.
         scale: As in `ScoreRule`; there are no sinks.
         softcap: Likewise.
+        new: What the rows bring to the layer, where that is not stored yet
+            (`DecodeAttention.run_at`).
 
     Returns:
-        As `step_attention`; None if there was none, or its tokens are not known to lie as here.
+        As `step_attention`; None if there was none, or its tokens are not known to lie as here, or
+        new ones are not to be stored on the way.
     """
     known = step.plan.alike.get(step.layer_idx)
     if known is None or known.shape != query.shape or known.dtype != query.dtype:
@@ -108,7 +115,10 @@ def decoded_as_before(
     work, rule = known.work, known.rule
     if rule.scale != scale or rule.softcap != softcap or not query.is_cpu:
         return None
-    return _decoded(query, step, work, work.places[step.layer_idx], rule)
+    assert work.decode is not None, "it has decoded"
+    if new is not None and not work.decode.stores:
+        return None
+    return _decoded(query, step, work, work.places[step.layer_idx], rule, new=new)
 
 
 def _decoded(
@@ -117,7 +127,9 @@ def _decoded(
     work: StepWork,
     place: Place,
     rule: ScoreRule,
+    *,
     seconds: list[float] | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attends in torch to some prefixes, and in compiled kernels to the others and all the rest.
 
@@ -128,6 +140,7 @@ def _decoded(
         place: Of its layer.
         rule: Likewise.
         seconds: Gets what each compiled kernel has taken, one by one.
+        new: See `decoded_as_before`.
     """
     assert work.decode is not None
     states = [
@@ -135,7 +148,7 @@ def _decoded(
         for part in work.apart
         for state in _of_part(query, step.parts[part.part_idx], part, rule, in_decode=True)
     ]
-    return work.decode.run_at(query, place, states, sinks=rule.sinks, seconds=seconds)
+    return work.decode.run_at(query, place, states, sinks=rule.sinks, seconds=seconds, new=new)
 
 
 def _timed_decode(
@@ -145,7 +158,7 @@ def _timed_decode(
     if not any(part.note is not None and part.note.is_due for part in work.in_order):
         return _decoded(query, step, work, place, rule)
     seconds: list[float] = []
-    out = _decoded(query, step, work, place, rule, seconds)
+    out = _decoded(query, step, work, place, rule, seconds=seconds)
     of_parts = [*zip(work.along, seconds, strict=False)]
     of_parts += [(part, seconds[-1]) for part in work.in_pass]
     for part, taken in of_parts:

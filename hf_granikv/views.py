@@ -233,9 +233,11 @@ class PrivateTokens:
         slots: `[num_rows, at least max_length]` which slot holds the j-th token of each row.
         max_length: Tokens of the longest row.
         read: Gives keys and values, `[num_rows, num_kv_heads, max_length, head_dim]` each.
+        new_slots: `[num_rows]` the slots of the tokens that the forward under way brings, if that is one
+            for each row.
     """
 
-    __slots__ = ("_read", "_tensors", "max_length", "slots", "storages")
+    __slots__ = ("_read", "_tensors", "max_length", "new_slots", "slots", "storages")
 
     def __init__(
         self,
@@ -243,10 +245,11 @@ class PrivateTokens:
         slots: NDArray[np.int64],
         max_length: int,
         read: Callable[[], tuple[Tensor, Tensor]],
+        new_slots: NDArray[np.int64] | None = None,
     ) -> None:
         self.storages: tuple[Tensor, Tensor] | None = storages
         self.slots: NDArray[np.int64] | None = slots
-        self.max_length = max_length
+        self.max_length, self.new_slots = max_length, new_slots
         self._read: Callable[[], tuple[Tensor, Tensor]] | None = read
         self._tensors: tuple[Tensor, Tensor] | None = None
 
@@ -255,7 +258,7 @@ class PrivateTokens:
         """Tokens that lie in no pool: `[num_rows, num_kv_heads, max_length, head_dim]`."""
         tokens = cls.__new__(cls)
         tokens.storages, tokens.slots, tokens.max_length = None, None, keys.shape[2]
-        tokens._read, tokens._tensors = None, (keys, values)
+        tokens._read, tokens._tensors, tokens.new_slots = None, (keys, values), None
         return tokens
 
     @property

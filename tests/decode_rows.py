@@ -68,8 +68,9 @@ class Rows:
         row_map[rows] = np.arange(len(rows))
         return Segment(keys, values, None if len(rows) == len(self.lengths) else row_map)
 
-    def private(self) -> PrivateTokens:
-        return PrivateTokens(self.storages, self.slots, max(self.lengths), lambda: self.storages)
+    def private(self, new_slots: np.ndarray | None = None) -> PrivateTokens:
+        longest = max(self.lengths)
+        return PrivateTokens(self.storages, self.slots, longest, lambda: self.storages, new_slots)
 
     def attend(self, *states: GroupStates, segments=(), sinks: Tensor | None = None) -> Tensor:
         assert unsupported_reasons(self.query, self.private()) == []

@@ -32,13 +32,13 @@ def test_every_layer_but_the_first_gives_what_was_made_ready(
 ) -> None:
     model, given = tiny_model(name, attention), []
     cache, rows = started(model)
-    made_ready = AsymmetricPagedLayer._as_made_ready
+    made_ready = AsymmetricPagedLayer.made_ready
 
     def noted(self: AsymmetricPagedLayer, *args: Any) -> Any:
         given.append((self.layer_idx, (result := made_ready(self, *args)) is not None))
         return result
 
-    monkeypatch.setattr(AsymmetricPagedLayer, "_as_made_ready", noted)
+    monkeypatch.setattr(AsymmetricPagedLayer, "made_ready", noted)
     logits = step(model, cache, [[5], [6]])
     assert given == [(layer_idx, True) for layer_idx in range(1, model.config.num_hidden_layers)]
     for row, ids in enumerate(rows):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,13 @@ def address_of(numbers: NDArray[Any]) -> int:
     """The address of the first of some numbers."""
     # numpy's own ways go through ctypes
     return torch.from_numpy(numbers).data_ptr()
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """A tensor of the same numbers whose memory holds them, those of the last dimension side by side."""
+    if tensor.stride(-1) == 1 and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_neg().contiguous()
 
 
 class Chain:

@@ -31,6 +31,10 @@ from transformers import AttentionInterface, CompileConfig, DynamicCache, PreTra
 from hf_granikv import AsymmetricPagedCache, compile_decode
 from hf_granikv.attention import ATTENTION_NAME, granikv_attention
 from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.kernels import compiled
+from hf_granikv.kernels.decode_attention.attention import MODULE
+from hf_granikv.pools.cold import ColdPool
+from hf_granikv.pools.cold_write import Places
 
 NUM_NEW = 6
 # runs what was traced as it is, through the passes that look for aliases and mutations
@@ -142,6 +146,39 @@ def test_rows_that_are_more_or_fewer_are_compiled_once_for_any_number() -> None:
         want = alone(model_of(attention="eager"), rows, num_new=3)
         assert new_tokens(model, left_padded(rows), num_new=3, **cached(held)) == want
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.skipif(isinstance(compiled.load(MODULE), str), reason="needs the compiled pass")
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 7)])
+def test_later_layers_store_and_attend_in_one_go(
+    monkeypatch: pytest.MonkeyPatch, family: str, lengths: tuple[int, int]
+) -> None:
+    """The same keys and values in the same places as where `update` stores them."""
+    prompts, written, put = left_padded(whole(suffixes(*lengths))), [], []
+    write, put_alone = ColdPool.write, Places.put
+
+    def noted_write(self: ColdPool, layer_idx: int, *args: Any) -> None:
+        written.append(layer_idx)
+        write(self, layer_idx, *args)
+
+    def noted_put(self: Places, *args: Any) -> None:
+        put.append(self)
+        put_alone(self, *args)
+
+    model = model_of(family)
+    plain, in_graphs = prefilled(model), prefilled(model)
+    want = new_tokens(model, prompts, num_new=NUM_NEW, **cached(plain))
+    monkeypatch.setattr(ColdPool, "write", noted_write)
+    monkeypatch.setattr(Places, "put", noted_put)
+    compile_decode(model, **TRACED)
+    assert new_tokens(model, prompts, num_new=NUM_NEW, **cached(in_graphs)) == want
+    # the prompt, and then the first layer of every step
+    assert written == [*range(len(plain.layers)), *[0] * (NUM_NEW - 1)]
+    assert len(put) in (0, len(written))
+    for its, layer in zip(in_graphs.layers, plain.layers, strict=True):
+        for got, expected in zip(its.private(), layer.private(), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), (3, 7)])

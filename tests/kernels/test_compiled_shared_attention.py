@@ -210,6 +210,7 @@ def reasons_of(kernel, *tensors):
         (lambda t: t.double(), "on a CPU"),
         (lambda t: t.to("meta"), "on a CPU"),
         (lambda t: torch.stack([t, t], -1)[..., 0], "side by side"),
+        (torch._neg_view, "of the other sign"),
         (lambda t: t[..., :0, :], "there is no key"),
         (lambda t: t[:0] if t.ndim == 4 else t, "there is no query"),
     ],
@@ -259,9 +260,11 @@ def test_what_is_no_number_stays_none(kernel, dtype, where):
 def test_queries_lie_anywhere(kernel, dtype):
     query, keys, values = draw(6, 6, 3, 1, 90, 64, dtype=dtype)
     turned = query.transpose(1, 3).contiguous().transpose(1, 3)
+    negated = torch._neg_view(-query)
     out, _ = attend(kernel, query[:1].expand(6, -1, -1, -1), keys, values)
 
     check(kernel, turned, keys, values)
+    check(kernel, negated, keys, values)
     assert torch.equal(out, out[:1].expand_as(out))
 
 

@@ -63,6 +63,33 @@ def _take_queries(args, row, head, to, width, like):  # type: ignore[no-untyped-
 
 
 @njit(**OPTIONS)
+def _store_new(args, row, head, like):  # type: ignore[no-untyped-def]
+    """Puts what a row brings to one head where it belongs in the pool.
+
+    Threads that have a piece each of one unit all do, with the same bytes.
+    """
+    slot = carray(int64_at(args[field.NEW_SLOTS]), (row + 1,))[row]
+    for new, new_row, new_head, to, to_head, to_slot, size in (
+        (
+            *(args[field.NEW_KEYS], args[field.NEW_KEYS_ROW], args[field.NEW_KEYS_HEAD]),
+            *(args[field.KEYS], args[field.KEYS_HEAD], args[field.KEYS_SLOT]),
+            args[field.KEY_DIM],
+        ),
+        (
+            *(args[field.NEW_VALUES], args[field.NEW_VALUES_ROW], args[field.NEW_VALUES_HEAD]),
+            *(args[field.VALUES], args[field.VALUES_HEAD], args[field.VALUES_SLOT]),
+            args[field.VALUE_DIM],
+        ),
+    ):
+        source = new + like.itemsize * (row * new_row + head * new_head)
+        target = to + like.itemsize * (head * to_head + slot * to_slot)
+        stored = carray(pointer_like(target, like), (size,))
+        brought = carray(pointer_like(source, like), (size,))
+        for e in range(size):
+            stored[e] = brought[e]
+
+
+@njit(**OPTIONS)
 def _score_all(args, keys, slots, following, scores, area, like):  # type: ignore[no-untyped-def]
     """Scores of the tokens in some slots; gives where those of others go."""
     (rows, stride), dim, width = keys, args[field.KEY_DIM], args[field.KEY_WIDTH]
@@ -112,6 +139,8 @@ def _attend_piece(args, unit, first, last, next_unit, piece, area, like):  # typ
     heads, size, scores = args[field.HEADS], like.itemsize, area + args[field.AT_SCORES]
     row, head = unit // heads, unit % heads
     sums, peaks, totals = piece
+    if args[field.NEW_KEYS] != 0:
+        _store_new(args, row, head, like)
     keys, values, slots = own_tokens(args, row, head, size)
     next_keys, _, next_slots = own_tokens(args, next_unit // heads, next_unit % heads, size)
     own = some(slots, first, last)

@@ -19,7 +19,8 @@ from hf_granikv.views import PrivateTokens
 MODULE = "hf_granikv.kernels.decode_attention._numba"
 DTYPES = {torch.bfloat16: "attend_bfloat16", torch.float32: "attend_float32"}
 
-_QUERY = slice(field.QUERY, field.SINKS)
+_OF_RUN = slice(field.QUERY, field.NEW_SLOTS)
+_NOTHING_NEW = (0,) * (field.NEW_SLOTS - field.NEW_KEYS)
 _OF_LAYER = slice(field.KEYS, field.NUM_STATES)
 _NUM_TOKENS = field.NUM_SEGMENTS - field.KEYS
 # for how many more own tokens there is room from the start
@@ -48,7 +49,8 @@ class DecodeAttention:
     """Attends from one query per row to the row's own tokens, and merges what its prefixes gave.
 
     Made for a step, run in each of its layers, and renewed for the next step. Own tokens are read
-    where they lie in the pool, wherever that is, and nothing is computed for pads.
+    where they lie in the pool, wherever that is, and nothing is computed for pads. Those that a step
+    brings may be stored on the way.
 
     Args:
         query: `[num_rows, num_q_heads, 1, head_dim]` of the first layer.
@@ -115,6 +117,7 @@ class DecodeAttention:
         ]
         numbers = array("q", [*sizes, *[0] * (field.NUM_ARGUMENTS - len(sizes))])
         self._task = compiled.Task(address, numbers, num_threads)
+        self._take_new_slots(private)
         self._prefixes = [prefix.kernel for prefix in prefixes]
         self._of_prefixes = [prefix.states for prefix in prefixes]
         self._tasks = [*(prefix.kernel.task for prefix in prefixes), self._task]
@@ -141,7 +144,13 @@ class DecodeAttention:
             compiled.address_of(self._slots),
             self._slots.shape[1],
         )
+        self._take_new_slots(private)
         return True
+
+    @property
+    def stores(self) -> bool:
+        """Whether it can store what rows bring: it knows where that goes."""
+        return self._new_slots is not None
 
     def run(
         self,
@@ -202,6 +211,7 @@ class DecodeAttention:
         *,
         sinks: Tensor | None = None,
         seconds: list[float] | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attends in the layer that a place is of, in float32.
 
@@ -211,17 +221,20 @@ class DecodeAttention:
             states: Parts with other keys, that some or all rows see, besides the prefixes.
             sinks: `[num_q_heads]` logits of attention sinks, which enter the denominator once.
             seconds: Gets what each prefix has taken, and then what the rest has: run one by one.
+            new: Keys and values of one token a row, `[num_rows, num_kv_heads, 1, head_dim]` each, of the
+                pool's dtype, which are among those that rows see and not stored yet.
 
         Returns:
             `[num_rows, 1, num_q_heads, value_dim]` in the dtype of the query, 0 for a row that sees
             nothing.
         """
-        strides, numbers = query.stride(), self._task.numbers
-        if strides[3] != 1:
-            query = query.contiguous()
-            strides = query.stride()
-        out, at = query.new_empty(self._shape), query.data_ptr()
-        numbers[_QUERY] = array("q", (at, *strides[:2], out.data_ptr()))
+        numbers, query, brought = self._task.numbers, compiled.readable(query), _NOTHING_NEW
+        out, at, strides = query.new_empty(self._shape), query.data_ptr(), query.stride()
+        if new is not None:
+            assert self.stores, "it says so"
+            keys, values = map(compiled.readable, new)
+            brought = *_rows(keys), *_rows(values)
+        numbers[_OF_RUN] = array("q", (at, *strides[:2], out.data_ptr(), *brought))
         numbers[_OF_LAYER] = place.numbers
         if sinks is not None:
             sinks = sinks.to("cpu", torch.float32).contiguous()
@@ -237,6 +250,12 @@ class DecodeAttention:
         else:
             compiled.run(*self._task)
         return out
+
+    def _take_new_slots(self, private: PrivateTokens) -> None:
+        slots = private.new_slots
+        self._new_slots = None if slots is None else np.ascontiguousarray(slots)
+        address = 0 if self._new_slots is None else compiled.address_of(self._new_slots)
+        self._task.numbers[field.NEW_SLOTS] = address
 
     def _numbers_of(self, segment: Segment) -> tuple[int, ...]:
         keys, values, rows = segment
@@ -269,6 +288,12 @@ def _seconds_of(task: compiled.Task) -> float:
     start = perf_counter()
     compiled.run(*task)
     return perf_counter() - start
+
+
+def _rows(tokens: Tensor) -> tuple[int, ...]:
+    """Where tokens of rows are, and their strides by row and by head."""
+    of_row, of_head, _, _ = tokens.stride()
+    return tokens.data_ptr(), of_row, of_head
 
 
 def _tokens(keys: Tensor, values: Tensor) -> tuple[int, ...]:

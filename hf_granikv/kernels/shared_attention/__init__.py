@@ -42,6 +42,8 @@ def unsupported_reasons(
     reasons = list(kernel.missing())
     if keys.stride(2) != 1 or values.stride(2) != 1:
         reasons.append("the numbers of a stored head do not lie side by side")
+    if keys.is_neg() or values.is_neg():
+        reasons.append("memory holds numbers of the other sign")
     if not keys.shape[1]:
         reasons.append("there is no key")
     if not query.numel():

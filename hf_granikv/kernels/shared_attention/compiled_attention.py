@@ -117,8 +117,7 @@ class CompiledAttention(ABC):
             values: `[num_kv_heads, prefix_len, value_dim]`, likewise.
         """
         assert query.shape == self._shapes[0]
-        if query.stride(3) != 1:
-            query = query.contiguous()
+        query = compiled.readable(query)
         self.aim(query.data_ptr(), query.stride(), self.place(keys, values))
         compiled.run(*self.task)
 
