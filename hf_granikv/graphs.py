@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from hf_granikv.lazy import stays
+from hf_granikv.lazy import lazy_pair, stays
 
 _LIBRARY = torch.library.Library("hf_granikv", "DEF")
 _LIBRARY.define(
@@ -42,9 +42,8 @@ def number_of(cache: Any) -> Tensor:
 
 
 def _cache_of(number: Any) -> Any:
-    cache = number.of_cache() if hasattr(number, "of_cache") else None
-    # others may be copies
-    return cache if cache is not None and cache.number is number else _caches[int(number)]
+    of_cache = getattr(number, "of_cache", None)
+    return _caches[int(number)] if of_cache is None else of_cache()
 
 
 class DeferredUpdate:
@@ -217,8 +216,9 @@ def implement(
                 if done is not None:
                     return done
             layer.put(ready, keys, values)
-            is_stored = True
-        key, value = _given(cache, layer_idx, keys, values, is_stored)
+            key, value = lazy_pair(ready.of_layer)
+        else:
+            key, value = _given(cache, layer_idx, keys, values, is_stored)
         rule: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
         # SDPA asks for it, where attention goes there after all
         module = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1])

@@ -8,7 +8,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_granikv.compat import outside_graphs
 from hf_granikv.gradients import needs_gradients, with_graph
-from hf_granikv.ready_layers import layer_step, lazy_pair, make_ready, own_tokens
+from hf_granikv.lazy import lazy_pair
+from hf_granikv.ready_layers import layer_step, make_ready, own_tokens
 from hf_granikv.state import CacheState
 from hf_granikv.step import ReadyLayer
 from hf_granikv.views import PrivateTokens
@@ -100,18 +101,17 @@ class AsymmetricPagedLayer(CacheLayerMixin):
         return self._state.cold.read(self.layer_idx)
 
     def made_ready(self, keys: Tensor, values: Tensor) -> ReadyLayer | None:
-        """What was made ready for new tokens, once; who takes it stores them.
+        """What was made ready for new tokens, once; whoever takes it stores them.
 
         Args:
             keys: As for `update`.
             values: Likewise.
 
         Returns:
-            None if nothing was, as for the first layer of a forward: then `update` has to see to it.
+            None if nothing was, as for the first layer of a forward, or not for these, or gradients are
+            asked for: then `update` has to see to it.
         """
         state = self._state
-        if state.is_staged or self._step_id == state.step_id:
-            return None
         ready = state.ready_layer(self.layer_idx)
         if ready is None or torch.is_grad_enabled() or not ready.fits(keys, values):
             return None

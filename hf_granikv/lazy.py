@@ -185,6 +185,11 @@ class LazyKeyValue(torch.Tensor):
         return func(*dense_args, **dense_kwargs)
 
 
+def lazy_pair(of_layer: LayerStep) -> tuple[Tensor, Tensor]:
+    """All keys and all values of one layer."""
+    return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
+
+
 def are_as_stored(key: LazyKeyValue, value: LazyKeyValue) -> bool:
     """Whether these are what is stored; a layer may give its keys for values as well."""
     return key.is_as_stored and value.is_as_stored and value.is_value and not key.is_value

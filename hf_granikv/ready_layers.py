@@ -7,8 +7,6 @@ our Python needs, so that the same lines take longer there than in one loop over
 
 from functools import partial
 
-from torch import Tensor
-
 from hf_granikv.lazy import LazyKeyValue
 from hf_granikv.state import CacheState
 from hf_granikv.step import ReadyLayer, Step
@@ -58,11 +56,6 @@ def own_tokens(state: CacheState, step: Step, layer_idx: int) -> PrivateTokens:
         partial(cold.read, layer_idx),
         step.write.slots if brings_one else None,
     )
-
-
-def lazy_pair(of_layer: LayerStep) -> tuple[Tensor, Tensor]:
-    """All keys and values of a layer, in parts."""
-    return LazyKeyValue(of_layer, is_value=False), LazyKeyValue(of_layer, is_value=True)
 
 
 def _ready(state: CacheState, step: Step, of_layer: LayerStep) -> ReadyLayer:

@@ -20,7 +20,7 @@ class ReadyLayer(NamedTuple):
         of_layer: What its attention reads, those to come included.
         places: Where they go. None where rows are no runs of equal length, or in a graph.
         given: What `update` gives: all keys and values of the layer, lazy. None in a graph, where
-            nobody is given any.
+            it is made if a layer asks for it after all.
     """
 
     key_shape: tuple[int, ...]

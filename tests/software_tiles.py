@@ -43,7 +43,8 @@ def _address_of(thread, number):
 @njit(**OPTIONS)
 def _size(number):
     """The rows of a tile and the bytes of each; none where tiles are not configured."""
-    thread, _ = team()
+    thread, threads = team()
+    assert threads <= MAX_THREADS
     config = _config_of(thread)
     if config[0] != PALETTE:
         return thread, 0, 0

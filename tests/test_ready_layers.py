@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_granikv.layer import AsymmetricPagedLayer
 from hf_granikv.lazy import LazyKeyValue
+from hf_granikv.ready_layers import own_tokens
 
 Build = Callable[..., PreTrainedModel]
 
@@ -74,6 +75,26 @@ def test_dense_keys_of_one_layer_are_gone_when_the_next_one_runs(
             handle.remove()
     assert built
     none_is_left()
+
+
+def test_it_is_known_where_tokens_go_if_each_row_brings_one(tiny_model: Build) -> None:
+    model = tiny_model("llama")
+    cache, _ = started(model)
+    mask = torch.ones(2, cache.get_seq_length() + 1, dtype=torch.int64)
+
+    def new_slots() -> Any:
+        state = cache._state
+        return own_tokens(state, state.current_step(), 1).new_slots
+
+    step(model, cache, [[5], [6]], attention_mask=mask)
+    table = cache._state.cold.table
+    assert new_slots().tolist() == [table.row(row)[-1] for row in (0, 1)]
+    # the second row brings a pad
+    mask = torch.cat([mask, torch.tensor([[1], [0]])], 1)
+    step(model, cache, [[7], [0]], attention_mask=mask)
+    assert new_slots() is None
+    step(model, cache, [[7, 8], [9, 10]], attention_mask=torch.cat([mask, mask[:, :2]], 1))
+    assert new_slots() is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -175,8 +175,10 @@ def test_later_layers_store_and_attend_in_one_go(
     assert new_tokens(model, prompts, num_new=NUM_NEW, **cached(in_graphs)) == want
     # the prompt, and then the first layer of every step
     assert written == [*range(len(plain.layers)), *[0] * (NUM_NEW - 1)]
-    assert len(put) in (0, len(written))
+    is_even = lengths[0] == lengths[1]
+    assert len(put) == (len(written) if is_even else 0)
     for its, layer in zip(in_graphs.layers, plain.layers, strict=True):
+        assert its.get_seq_length() == layer.get_seq_length() == in_graphs.get_seq_length()
         for got, expected in zip(its.private(), layer.private(), strict=True):
             torch.testing.assert_close(got, expected)
 
@@ -349,6 +351,36 @@ def test_sinks_enter_in_graphs() -> None:
         logits.append(step(model, held, [[5], [6]]))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
     assert steps_in_graphs(held) == 1
+
+
+def with_sinks(
+    module: Any, query: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    return granikv_attention(module, query, *args, s_aux=query.new_full([4], 2.0), **kwargs)
+
+
+@pytest.mark.parametrize("change", ["scale", "no scale", "sinks"])
+def test_a_layer_that_scores_in_another_way_is_not_taken_for_one_like_the_first(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Nor is one that leaves the scale out taken for another."""
+    AttentionInterface.register("granikv_with_sinks", with_sinks)
+    logits = []
+    for is_compiled in (False, True):
+        model: Any = model_of()
+        second = model.base_model.layers[1].self_attn
+        assert second.config.num_attention_heads == 4
+        if change == "sinks":
+            second.config = copy.deepcopy(model.config)
+            second.config._attn_implementation = "granikv_with_sinks"
+        else:
+            second.scaling = None if change == "no scale" else 3.0
+        model = compile_decode(model, **TRACED) if is_compiled else model
+        held = prefilled(model)
+        step(model, held, suffixes(4, 4))
+        logits.append(step(model, held, [[5], [6]]))
+        assert steps_in_graphs(held) == is_compiled
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_without_room_changes_nothing_and_says_so() -> None:

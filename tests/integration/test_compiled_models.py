@@ -30,7 +30,8 @@ def compile_layers(model: PreTrainedModel) -> None:
     ("family", "compile_model"),
     [
         ("llama", compile_forward),
-        ("gemma2", compile_layers),
+        ("llama", compile_layers),
+        ("mistral", compile_forward),
         ("lfm2", compile_forward),
     ],
 )

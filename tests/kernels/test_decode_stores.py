@@ -1,11 +1,16 @@
 """What rows bring is stored on the way, by whichever threads read it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from decode_rows import Rows
 
 from hf_granikv.kernels.decode_attention import DecodeAttention
+from hf_granikv.part_work import ScoreRule
+from hf_granikv.step_attention import Known, decoded_as_before
+from hf_granikv.step_work import StepWork
 
 
 @pytest.fixture(autouse=True)
@@ -109,3 +114,22 @@ def test_it_says_whether_it_can():
     assert not attention.stores
     assert attention.renew(rows.private(np.arange(len(rows.lengths))), rows.spans)
     assert attention.stores
+
+
+def test_a_layer_stores_first_where_the_pass_does_not_know_where_to():
+    """As where a model has cut several new tokens down to one query."""
+    rows = Rows(torch.float32, lengths=(5, 1, 33))
+    brought = Brought(rows)
+    rule = ScoreRule(0.1, None, None)
+
+    def attend(private, new):
+        attention = DecodeAttention(rows.query, private, rows.spans, scale=0.1)
+        work = StepWork([], [], decode=attention, places={0: attention.place(*rows.storages)})
+        known = Known(rows.query.shape, rows.query.dtype, rule, work)
+        layer_step = SimpleNamespace(layer_idx=0, plan=SimpleNamespace(alike={0: known}))
+        return decoded_as_before(rows.query, layer_step, 0.1, None, new)
+
+    assert attend(rows.private(), brought.new) is None
+    assert rows.storages[0][:, brought.slots].isnan().all()
+    brought.check(attend(rows.private(brought.slots), brought.new))
+    brought.check(attend(rows.private(), None))

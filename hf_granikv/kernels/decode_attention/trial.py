@@ -34,7 +34,15 @@ def _error(dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
     num_rows = len(_LENGTHS)
     query = draw(num_rows, _HEADS * _RATIO, 1, key_dim)
     storages = draw(_HEADS, _SLOTS, key_dim), draw(_HEADS, _SLOTS, value_dim)
-    slots = np.stack([chance.permutation(_SLOTS)[: max(_LENGTHS)] for _ in range(num_rows)])
+    # the last token of each row is stored on the way, where nobody else reads
+    num_before = _SLOTS - num_rows
+    slots = np.stack([chance.permutation(num_before)[: max(_LENGTHS)] for _ in range(num_rows)])
+    new_slots = num_before + chance.permutation(num_rows)
+    slots[np.arange(num_rows), np.array(_LENGTHS) - 1] = new_slots
+    new = draw(num_rows, _HEADS, 1, key_dim), draw(num_rows, _HEADS, 1, value_dim)
+    stored = tuple(storage.clone() for storage in storages)
+    for storage, brought in zip(stored, new, strict=True):
+        storage[:, new_slots] = brought[:, :, 0].transpose(0, 1)
     spans = np.array([(length // 3, length) for length in _LENGTHS])
     # every other row reads a segment, the others a prefix that has been attended to
     readers = np.where(np.arange(num_rows) % 2, np.arange(num_rows) // 2, -1)
@@ -43,11 +51,15 @@ def _error(dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
     others = np.roll(readers, 1)
     states = [GroupStates(draw(*of_prefix, value_dim), draw(*of_prefix).float(), others)]
     sinks = draw(_HEADS * _RATIO).float()
-    private = PrivateTokens(storages, slots, max(_LENGTHS), lambda: storages)
+    private = PrivateTokens(storages, slots, max(_LENGTHS), lambda: storages, new_slots)
     attention = DecodeAttention(query, private, spans, scale=_SCALE, num_segment_tokens=[5])
-    out = attention.run(query, *storages, states, [segment], sinks=sinks)
+    out = attention.run_at(
+        query, attention.place(*storages, [segment]), states, sinks=sinks, new=new
+    )
+    if not all(map(torch.equal, storages, stored)):
+        return np.inf
     # float32 products may be rounded more, as who runs this has asked torch to
-    wide = [t.double() for t in (query, *storages, segment.keys, segment.values)]
+    wide = [t.double() for t in (query, *stored, segment.keys, segment.values)]
     want = decode_attention(
         wide[0],
         (wide[1], wide[2]),
