@@ -14,9 +14,14 @@ from hf_granikv.kernels import _numba_tiles as real
 from hf_granikv.kernels import _numba_types, compiled
 from hf_granikv.kernels._numba_llvm import I8
 from hf_granikv.kernels._numba_threads import team
-from hf_granikv.kernels._numba_types import OPTIONS, as_float, float32_at, uint16_at
-from hf_granikv.kernels._numba_types import _opt_level as opt_level
-from hf_granikv.kernels._numba_types import _pointer as pointer_to
+from hf_granikv.kernels._numba_types import (
+    OPTIONS,
+    as_float,
+    float32_at,
+    opt_level,
+    pointer_to,
+    uint16_at,
+)
 from hf_granikv.kernels.shared_attention import TiledAttention
 
 MAX_THREADS, NUM_TILES, MAX_ROWS, MAX_WIDTH = 64, 8, 16, 64
@@ -31,22 +36,25 @@ uint8_at = pointer_to(types.uint8, I8)
 
 
 @njit(**OPTIONS)
-def _config_of(thread):
+def _thread():
     # more threads than there are tiles for get wrong results, and nobody else's memory
-    thread = min(thread, MAX_THREADS - 1)
+    return min(team()[0], MAX_THREADS - 1)
+
+
+@njit(**OPTIONS)
+def _config_of(thread):
     return carray(uint8_at(CONFIG + thread * MAX_WIDTH), (MAX_WIDTH,))
 
 
 @njit(**OPTIONS)
 def _address_of(thread, number):
-    thread = min(thread, MAX_THREADS - 1)
     return TILES + (thread * NUM_TILES + number) * MAX_ROWS * MAX_WIDTH
 
 
 @njit(**OPTIONS)
 def _size(number):
     """The rows of a tile and the bytes of each; none where tiles are not configured."""
-    thread, _ = team()
+    thread = _thread()
     config = _config_of(thread)
     if config[0] != PALETTE:
         return thread, 0, 0
@@ -67,7 +75,7 @@ def _numbers(thread, number):
 
 @njit(**OPTIONS)
 def configure_tiles(address):
-    thread, _ = team()
+    thread = _thread()
     _config_of(thread)[:] = carray(uint8_at(address), (MAX_WIDTH,))
     for number in range(NUM_TILES):
         _halves(thread, number)[:] = 0
@@ -75,7 +83,7 @@ def configure_tiles(address):
 
 @njit(**OPTIONS)
 def release_tiles():
-    thread, _ = team()
+    thread = _thread()
     _config_of(thread)[:] = 0
     for number in range(NUM_TILES):
         _halves(thread, number)[:] = NO_NUMBER

@@ -30,7 +30,7 @@ def c_function(function: Callable[..., None]) -> Any:
     """
     function.__qualname__ += f".{_sources()}"
     signature = types.void(types.CPointer(types.int64))
-    with _opt_level():
+    with opt_level():
         try:
             return cfunc(signature, cache=True, **OPTIONS)(function)
         except RuntimeError:
@@ -39,8 +39,8 @@ def c_function(function: Callable[..., None]) -> Any:
 
 
 @contextmanager
-def _opt_level() -> Iterator[None]:
-    """Numba has a level for all that is compiled, none for a function."""
+def opt_level() -> Iterator[None]:
+    """Has kernels optimised as far as is right: numba has a level for all that is compiled, none for one."""
     settings: Any = config
     before = settings.OPT
     settings.OPT = type(before)(min(before, _OPT_LEVEL))
@@ -134,7 +134,9 @@ def pointer_like(typing_context: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(types.int64, like), convert
 
 
-def _pointer(element: Any, llvm_element: Any) -> Any:
+def pointer_to(element: Any, llvm_element: Any) -> Any:
+    """A function for numba that makes a pointer of an address; both arguments are the kind of element."""
+
     @llvm_intrinsic(types.CPointer(element), types.int64)
     def at(builder: Any, address: Any) -> Any:
         return pointer(builder, address, llvm_element)
@@ -142,9 +144,9 @@ def _pointer(element: Any, llvm_element: Any) -> Any:
     return at
 
 
-uint16_at = _pointer(types.uint16, I16)
-float32_at = _pointer(types.float32, _F32)
-int64_at = _pointer(types.int64, I64)
+uint16_at = pointer_to(types.uint16, I16)
+float32_at = pointer_to(types.float32, _F32)
+int64_at = pointer_to(types.int64, I64)
 
 
 @njit(**OPTIONS)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface, CompileConfig, DynamicCache, PreTrainedModel
 
-from hf_granikv import AsymmetricPagedCache, compile_decode
+from hf_granikv import AsymmetricPagedCache, compile_decode, graphs
 from hf_granikv.attention import ATTENTION_NAME, granikv_attention
 from hf_granikv.errors import ColdPoolFullError
 from hf_granikv.kernels import compiled
@@ -353,6 +353,15 @@ def test_sinks_enter_in_graphs() -> None:
         logits.append(step(model, held, [[5], [6]]))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
     assert steps_in_graphs(held) == 1
+
+
+def test_a_graph_finds_the_cache_by_a_copy_of_its_number_too() -> None:
+    """As where a backend hands its inputs on as other tensors."""
+    model = model_of()
+    held, other = prefilled(model), prefilled(model)
+    for cache in (held, other, held.fork(), copy.deepcopy(held)):
+        assert graphs._cache_of(cache.number) is cache
+        assert graphs._cache_of(cache.number.clone()) is cache
 
 
 def with_sinks(
