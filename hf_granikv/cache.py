@@ -177,8 +177,8 @@ class AsymmetricPagedCache(LoadingCache):
         leaves = lookup.leaves(rows, salts)
         self._served.check_together(leaves)
         self._state.prefixes.bind(leaves)
-        if self._state.prefixes and rows and not any(leaves):
-            self._state.journal.warn_unshared(lookup.why_none(rows, salts))
+        if why := lookup.why_less(rows, salts, leaves):
+            self._state.journal.warn_unshared(why)
         return self
 
     @between_steps

@@ -88,7 +88,7 @@ class TornStateError(RuntimeError):
 
 
 class NothingSharedWarning(UserWarning):
-    """Sharing was asked for, and nothing is shared; the text says why."""
+    """Sharing was asked for, and nothing is shared, or less than could be; the text says why."""
 
 
 def warn_nothing_shared(why: str) -> None:

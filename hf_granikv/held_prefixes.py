@@ -15,11 +15,13 @@ class HeldPrefixes:
 
     Attributes:
         bound: What the rows of the next batch start from; None for the only prefix there is.
+        is_emptied: Whether all were dropped at once, and none has come since.
     """
 
     def __init__(self, hot: HotPool) -> None:
         self.hot = hot
         self.bound: RowPrefixes | None = None
+        self.is_emptied = False
         self._holds: list[tuple[Prefix, finalize]] = []
 
     def __bool__(self) -> bool:
@@ -94,6 +96,7 @@ class HeldPrefixes:
         hold = finalize(self, self.hot.release, prefix)
         hold.atexit = False
         self._holds.append((prefix, hold))
+        self.is_emptied = False
 
     def let_go(self, prefix: Prefix) -> None:
         """Drops one hold, and the binding if it reads what is gone then.
@@ -113,6 +116,7 @@ class HeldPrefixes:
         """Drops every hold, and the binding."""
         for _, hold in self._holds:
             hold()
+        self.is_emptied = self.is_emptied or bool(self._holds)
         self._holds, self.bound = [], None
 
     def serve(self, reads: RowPrefixes) -> bool:

@@ -157,15 +157,15 @@ class Journal:
         # keys and values of one forward pass may have had a reason of their own
         if self._unshared_reads[layer_idx] > 2 and not self.backend_steps:
             self.warn_unshared(
-                f"each row reads the whole prefix by itself in every layer, since {asked_by} needs "
-                f"keys and values in one piece.{_advice(asked_by)} cache.explain() says more."
+                f"nothing is shared: each row reads the whole prefix by itself in every layer, since "
+                f"{asked_by} needs keys and values in one piece.{_advice(asked_by)} cache.explain() says more."
             )
 
     def warn_unshared(self, why: str) -> None:
-        """Warns, once, a caller who asked for sharing that it does not happen."""
+        """Warns, once, a caller who asked for sharing that it does not happen, or not all of it."""
         if not self.has_warned:
             self.has_warned = True
-            warn_nothing_shared(f"nothing is shared: {why}")
+            warn_nothing_shared(why)
 
     def lines(self) -> list[str]:
         """The report, a fact a line."""

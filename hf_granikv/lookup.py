@@ -11,6 +11,13 @@ from hf_granikv.pools.hot import prefix_digest
 
 Ints = NDArray[np.int64]
 
+# tokens at the end of a text that may be others where more text follows
+_MOST_SEAM = 2
+_SEAM = (
+    "Text that ends a prefix may be cut into other tokens where more text follows; end it in a line "
+    "break, or concatenate ids."
+)
+
 
 class PrefixLookup:
     """Prefixes by the SHA-256 digest of what they hold; equal ids under other salts stay apart.
@@ -51,8 +58,43 @@ class PrefixLookup:
                     found.append(child)
         return best
 
-    def why_none(self, rows: Sequence[Ints], salts: Sequence[str | None]) -> str:
-        """Says how near the rows come to a prefix under their salts, where none starts with one."""
+    def why_less(
+        self,
+        rows: Sequence[Ints],
+        salts: Sequence[str | None],
+        leaves: Sequence[Prefix | None],
+    ) -> str | None:
+        """Says how rows that share nothing, or lack the last tokens of a chain, come by that.
+
+        Args:
+            rows: The ids of each.
+            salts: The salt of each.
+            leaves: What was found for each.
+
+        Returns:
+            A warning for who asked for sharing; None where nothing is amiss.
+        """
+        if not rows:
+            return None
+        if not any(leaves):
+            return f"nothing is shared: {self._why_none(rows, salts)}"
+        for i, (row, salt, leaf) in enumerate(zip(rows, salts, leaves, strict=True)):
+            start = 0 if leaf is None else leaf.stop
+            for level in self._by_digest.values():
+                if level.salt != salt or level.parent is not leaf:
+                    continue
+                num_common = _num_common(row[start:], level.token_ids.numpy())
+                if _MOST_SEAM >= level.num_tokens - num_common < num_common:
+                    return (
+                        f"less is shared than could be: after {start} tokens that it shares, row {i} "
+                        f"has the first {num_common} of a prefix of {level.num_tokens} more, and reads "
+                        f"none of them. {_SEAM}"
+                    )
+        return None
+
+    def _why_none(self, rows: Sequence[Ints], salts: Sequence[str | None]) -> str:
+        if not self._by_digest:
+            return "the cache holds no prefix; call cache.prefill before cache.bind."
         best, of, at = 0, 0, None
         for i, (row, salt) in enumerate(zip(rows, salts, strict=True)):
             for level in self._by_digest.values():
@@ -64,9 +106,7 @@ class PrefixLookup:
             return f"no prefix is held under the salt of any of the {len(rows)} rows bound."
         return (
             f"none of the {len(rows)} rows bound starts with a prefix that is held; the nearest, row "
-            f"{at}, has its first {best} tokens in common with one of {of}. Text that ends a prefix "
-            "may be cut into other tokens where more text follows; end it in a line break, or "
-            "concatenate ids."
+            f"{at}, has its first {best} tokens in common with one of {of}. {_SEAM}"
         )
 
     def leaves(self, rows: Iterable[Ints], salts: Iterable[str | None]) -> list[Prefix | None]:

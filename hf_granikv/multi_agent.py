@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_granikv.agent import Agent, Messages, Reply
-from hf_granikv.answering import Answering, renamed, runners_words
+from hf_granikv.answering import Answering, Started, renamed, runners_words
 from hf_granikv.config import CacheOptions
 from hf_granikv.engine.options import EngineOptions
 from hf_granikv.engine.streams import Merged, MergedAsync
@@ -44,7 +44,7 @@ class MultiAgentRunner(OneOfAKind):
         tokenizer: The model's tokenizer. Its chat template is used where it has one.
         dispatch: How each step chooses its backend, see `AsymmetricPagedCache`.
         max_cold_slots: Limit of tokens held of all conversations together; None grows as needed.
-        max_bytes: Limit of their bytes, likewise.
+        max_bytes: Limit of their bytes, likewise; texts of `share` are held beside it.
         max_rows: The most agents that are answered at a time; more wait.
         max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
             keeps others waiting.
@@ -224,7 +224,7 @@ class MultiAgentRunner(OneOfAKind):
             ColdPoolFullError: The turn would not fit even if it were alone.
             ValueError: As for `run`; or the engine cannot decode this way.
         """
-        return self._submit({agent: message}, seed, generation_kwargs)[0]
+        return self._submit({agent: message}, seed, generation_kwargs).turns[0]
 
     def chat(
         self,
@@ -262,18 +262,21 @@ class MultiAgentRunner(OneOfAKind):
         Each history grows when its answer is there. An error is raised when all others have ended.
         Whoever stops listening cancels what goes on.
         """
-        turns = self._submit(messages, seed, generation_kwargs)
-        return ((turn.name, piece) for turn, piece in Merged(turns))
+        started = self._submit(messages, seed, generation_kwargs)
+        return self._pieces(Merged(started.turns), started)
 
     def astream(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
     ) -> AsyncIterator[tuple[str, str]]:
         """Does what `stream` does, for `async for`."""
-        turns = self._submit(messages, seed, generation_kwargs)
-        return ((turn.name, piece) async for turn, piece in MergedAsync(turns))
+        started = self._submit(messages, seed, generation_kwargs)
+        return self._pieces_async(MergedAsync(started.turns), started)
 
     def report(self) -> RunReport:
-        """Gives the figures of the latest successful `run`; all zero before the first."""
+        """Gives the figures of the latest `run` or `stream`, or of their `a` forms, that came to its end.
+
+        All zero before the first.
+        """
         return self._report
 
     def explain(self) -> str:
@@ -300,7 +303,7 @@ class MultiAgentRunner(OneOfAKind):
             self._shares.current(share, self._answering.alone())
         return questions
 
-    def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> list[Turn]:
+    def _submit(self, messages: Messages, seed: int | None, kwargs: dict[str, Any]) -> Started:
         with self._lock, runners_words():
             questions = self._questions(messages, seed, kwargs)
             if reasons := dict.fromkeys(reason for each in questions for reason in each.reasons):
@@ -308,7 +311,19 @@ class MultiAgentRunner(OneOfAKind):
                     f"an answer that comes piece by piece cannot be decoded with {'; '.join(reasons)}; "
                     "ask with run, which calls generate for that."
                 )
-            return self._answering.start(questions, keeps_history=True).turns
+            return self._answering.start(questions, keeps_history=True)
+
+    def _pieces(self, pieces: Merged, started: Started) -> Iterator[tuple[str, str]]:
+        for turn, piece in pieces:
+            yield turn.name, piece
+        self._report = RunReport.joined(started.reports())
+
+    async def _pieces_async(
+        self, pieces: MergedAsync, started: Started
+    ) -> AsyncIterator[tuple[str, str]]:
+        async for turn, piece in pieces:
+            yield turn.name, piece
+        self._report = RunReport.joined(await asyncio.to_thread(started.reports))
 
     def _finish(
         self, questions: list[Question], replies: dict[str, Reply], reports: list[RunReport]

@@ -280,6 +280,11 @@ class CacheState(BatchRows):
                 f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "
                 "reset() this one, or repeat its rows with batch_repeat_interleave."
             )
+        if not self.num_rows and self.prefixes.is_emptied:
+            self.journal.warn_unshared(
+                "nothing is shared: cache.invalidate() has dropped the prefix, and none has been stored "
+                "since; call cache.prefill."
+            )
         reads = self.reads if self.num_rows else RowPrefixes.whole([None] * num_rows)
         return Layout(not self.num_rows, reads, all_tokens(num_rows, q_len), is_full=True)
 

@@ -9,6 +9,7 @@ import torch
 from agents import CHATML, MESSAGES, SHARED, byte_tokenizer, llama, new_runner
 
 from hf_granikv import MultiAgentRunner
+from hf_granikv.report import RunReport
 
 LONG = {"max_new_tokens": 10, "eos_token_id": None}
 SAMPLED = {**LONG, "do_sample": True, "temperature": 1.5}
@@ -254,9 +255,19 @@ def test_streams_give_the_pieces_of_all_agents(model, runner):
         for name, piece in listened():
             texts[name] += piece
         assert texts == {name: reply.text for name, reply in wanted.items()}
+        num_tokens = sum(len(reply.token_ids) for reply in wanted.values())
+        assert runner.report().generated_tokens == num_tokens
+        runner._report = RunReport()
         for agent in runner.agents.values():
             assert len(agent.history) == 2
             agent.reset()
+
+
+def test_a_stream_that_is_broken_off_is_in_no_report(runner):
+    pieces = runner.stream(MESSAGES, **LONG)
+    next(pieces)
+    pieces.close()
+    assert runner.report() == RunReport()
 
 
 def test_arun_gives_what_run_gives(model, runner):

@@ -243,6 +243,41 @@ def test_another_tenants_prefix_is_not_spoken_of(model: PreTrainedModel) -> None
     assert "20" not in told
 
 
+def test_a_child_whose_last_token_was_cut_otherwise_is_told_of(model: PreTrainedModel) -> None:
+    cache, child = AsymmetricPagedCache(model.config), tokens(6, seed=5)
+    root = cache.prefill(model, prefix_ids())
+    cache.prefill(model, prefix_ids(child), parent=root)
+    ends_otherwise, other = [*child[:5], child[5] + 1], tokens(6, seed=4)
+    near = left_padded([[*PREFIX, *child, 7], [*PREFIX, *ends_otherwise, 7]])
+    apart = left_padded([[*PREFIX, *child, 7], [*PREFIX, *child[:3], *other, 7]])
+    assert unshared(partial(cache.bind, **apart)) == []
+    (told,) = unshared(partial(cache.bind, **near))
+    assert "after 20 tokens that it shares, row 1 has the first 5 of a prefix of 6 more" in told
+    assert unshared(partial(cache.bind, **near)) == []
+
+
+def test_who_binds_before_anything_is_stored_is_told(model: PreTrainedModel) -> None:
+    cache = AsymmetricPagedCache(model.config)
+    prompts = left_padded(whole(suffixes(3, 4)))
+    (told,) = unshared(partial(cache.bind, **prompts))
+    assert "the cache holds no prefix; call cache.prefill before cache.bind" in told
+
+
+def test_rows_after_invalidate_are_told_that_nothing_was_stored_anew(
+    model: PreTrainedModel,
+) -> None:
+    cache, prompts = prefilled(model), left_padded(whole(suffixes(3, 4)))
+    run = partial(new_tokens, model, prompts, **cached(cache))
+    cache.invalidate()
+    cache.prefill(model, prefix_ids())
+    assert unshared(run) == []
+    cache.invalidate()
+    (told,) = unshared(run)
+    assert "cache.invalidate() has dropped the prefix, and none has been stored since" in told
+    never = partial(new_tokens, model, prompts, **cached(AsymmetricPagedCache(model.config)))
+    assert unshared(never) == []
+
+
 def test_one_row_that_starts_with_a_prefix_is_enough(model: PreTrainedModel) -> None:
     cache = prefilled(model)
     prompts = left_padded([tokens(9, seed=8), *whole(suffixes(3))])
