@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from hf_granikv.announce import cache_in, transformers_model
+from hf_granikv.errors import NotCompiledError
 from hf_granikv.inputs import shape_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -17,7 +19,7 @@ def compile_decode(model: Model, **options: Any) -> Model:
     """Lets `torch.compile` run the decode steps of a model over the caches of this package.
 
     A step of one token per row over a prefix is one graph, the same in every step and for every cache. The
-    first one is compiled, which takes seconds to minutes. Other forwards, and those over other caches, run as
+    first one is compiled, which takes seconds to minutes, and on a CPU a C++ compiler. Other forwards, and those over other caches, run as
     before: prompts, whose shapes differ, would be compiled again and again. `cache.explain()` counts
     forwards that ran as graphs.
 
@@ -30,6 +32,8 @@ def compile_decode(model: Model, **options: Any) -> Model:
         The model.
 
     Raises:
+        NotCompiledError: From the first step that cannot be compiled here. Nothing was computed then, so
+            after `del model.forward` a loop by hand can go on.
         ValueError: If it contains no transformers model.
     """
     inner: Any = transformers_model(model)
@@ -41,7 +45,12 @@ def compile_decode(model: Model, **options: Any) -> Model:
     def run(*args: Any, **kwargs: Any) -> Any:
         is_known = getattr(cache_in(kwargs), "goes_straight", False)
         is_decode = is_known and shape_of(kwargs)[1] == 1
-        return (compiled if is_decode else plain)(*args, **kwargs)
+        if not is_decode:
+            return plain(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            raise NotCompiledError(str(error)) from error
 
     run._itself, run._replaced = run, replaced  # type: ignore[attr-defined]
     # a method goes with a copy of the model

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from hf_granikv.backends import BACKENDS
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
 from hf_granikv.demo_model import obtain_model
@@ -168,13 +169,14 @@ def _ours(
 
 
 def _warm_up(model: Any) -> None:
-    """Decodes a few tokens over a short prefix: what only a first step takes is no time of either."""
-    cache, ids = AsymmetricPagedCache(model.config), torch.ones(2, 8, dtype=torch.long)
-    ids = ids.to(model.device)
-    cache.prefill(model, ids[:1, :6])
+    """Decodes a few tokens over a short prefix in every way: what only a first step takes is no time of either."""
+    ids = torch.ones(len(AGENTS), 8, dtype=torch.long, device=model.device)
     mask = torch.ones_like(ids)
-    options = {"max_new_tokens": 3, "do_sample": False, CACHE_ARGUMENT: cache}
-    model.generate(input_ids=ids, attention_mask=mask, **options)
+    for dispatch in BACKENDS:
+        cache = AsymmetricPagedCache(model.config, dispatch=dispatch)
+        cache.prefill(model, ids[:1, :6])
+        options = {"max_new_tokens": 3, "do_sample": False, CACHE_ARGUMENT: cache}
+        model.generate(input_ids=ids, attention_mask=mask, **options)
 
 
 def _stock(model: Any, tokenizer: Any, prompts: list[list[int]], max_new_tokens: int) -> _Measured:

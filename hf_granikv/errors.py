@@ -87,6 +87,23 @@ class TornStateError(RuntimeError):
     """A forward pass failed half-way and left recurrent states that cannot be taken back."""
 
 
+class NotCompiledError(RuntimeError):
+    """`torch.compile` could not compile a decode step.
+
+    Args:
+        why: Its own words.
+    """
+
+    def __init__(self, why: str) -> None:
+        # what follows tells how to see more of torch
+        first = why.strip().partition("\n\n")[0]
+        super().__init__(
+            f"the decode step could not be compiled ({' '.join(first.split())}). torch.compile needs a "
+            "C++ compiler on a CPU, found as g++ or named by the environment variable CXX, and Triton on "
+            "a GPU; without, del model.forward and run the model as it is."
+        )
+
+
 class NothingSharedWarning(UserWarning):
     """Sharing was asked for, and nothing is shared, or less than could be; the text says why."""
 

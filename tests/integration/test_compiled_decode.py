@@ -30,7 +30,7 @@ from transformers import AttentionInterface, CompileConfig, DynamicCache, PreTra
 
 from hf_granikv import AsymmetricPagedCache, compile_decode, graphs
 from hf_granikv.attention import ATTENTION_NAME, granikv_attention
-from hf_granikv.errors import ColdPoolFullError
+from hf_granikv.errors import ColdPoolFullError, NotCompiledError
 from hf_granikv.kernels import compiled
 from hf_granikv.kernels.decode_attention.attention import MODULE
 from hf_granikv.pools.cold import ColdPool
@@ -402,6 +402,24 @@ def test_a_step_without_room_changes_nothing_and_says_so() -> None:
         new_tokens(model, left_padded(whole(suffixes(4, 4))), num_new=NUM_NEW, **cached(held))
     held.check_integrity()
     assert held.stats().cold_tokens == 12
+
+
+def test_a_step_that_cannot_be_compiled_is_refused_and_the_rows_go_on_without() -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise OSError("no compiler here\nand more of it\n\nhow to see all of it")
+
+    rows, model = suffixes(4, 4), model_of()
+    want = alone(model, whole(rows), num_new=2)
+    compile_decode(model, backend=fails)
+    held = prefilled(model)
+    first = step(model, held, rows)[:, -1].argmax(-1, keepdim=True)
+    refused = r"no compiler here and more of it\)\. .* named by .*CXX"
+    with pytest.raises(NotCompiledError, match=refused):
+        step(model, held, first.tolist())
+    held.check_integrity()
+    del model.forward
+    second = step(model, held, first.tolist())[:, -1].argmax(-1, keepdim=True)
+    assert torch.cat([first, second], 1).tolist() == want
 
 
 def test_forwards_with_gradients_stay_outside() -> None:
