@@ -29,7 +29,8 @@ from hf_granikv.backends import BACKENDS
 from hf_granikv.bench.rows import Row, environment, measured, record
 from hf_granikv.calibrating import PerRowPath
 from hf_granikv.dispatch import Dispatcher
-from hf_granikv.dispatch.calibration import STORE_BYTES, Stopwatch, places, random_store
+from hf_granikv.dispatch.calibration import STORE_BYTES, places, random_store
+from hf_granikv.dispatch.stopwatch import Stopwatch
 from hf_granikv.views import GroupShape, dtype_name
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

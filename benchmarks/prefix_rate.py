@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.bench.rows import environment, measured, record
-from hf_granikv.dispatch.calibration import Stopwatch, places, random_store
+from hf_granikv.dispatch.calibration import places, random_store
+from hf_granikv.dispatch.stopwatch import Stopwatch
 from hf_granikv.kernels.merge_states import merge_states
 from hf_granikv.views import AttentionState
 

@@ -7,6 +7,7 @@ from hf_granikv.pools import Prefix
 from hf_granikv.pools.storage import KeysAndValues
 from hf_granikv.state import CacheState
 from hf_granikv.views import LayerKind
+from hf_granikv.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,17 @@ def stats_of(state: CacheState) -> CacheStats:
 def described(state: CacheState) -> str:
     """Who reads which prefix, in one line."""
     if not state.prefixes:
-        return f"{state.num_rows} rows over no prefix"
+        return f"{counted(state.num_rows, 'row')} over no prefix"
     if not state.num_rows:
-        return f"0 rows over {_counted(len(state.prefixes.levels), 'prefix', 'prefixes')} held"
+        return f"0 rows over {counted(len(state.prefixes.levels), 'prefix', 'prefixes')} held"
     readings = [group for group, _ in state.reads.readings()]
     if len(readings) == 1 and readings[0].rows is None:
-        return f"{state.num_rows} rows over a prefix of {readings[0].stop} tokens"
+        return f"{counted(state.num_rows, 'row')} over a prefix of {counted(readings[0].stop, 'token')}"
     described = [
-        f"{_counted(g.num_rows_of(state.num_rows), 'row', 'rows')} over tokens "
-        f"{g.start} to {g.stop}"
+        f"{counted(g.num_rows_of(state.num_rows), 'row')} over tokens {g.start} to {g.stop}"
         for g in readings
     ]
-    return f"{state.num_rows} rows over {len(readings)} prefixes ({'; '.join(described)})"
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+    return f"{counted(state.num_rows, 'row')} over {counted(len(readings), 'prefix', 'prefixes')} ({'; '.join(described)})"
 
 
 def dense_row_bytes(layers: Sequence[LayerKind], prefix: Prefix, num_tokens: int) -> int:

@@ -14,10 +14,11 @@ from torch import Tensor
 from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend, private_work
 from hf_granikv.backends.per_row import PerRowBackend
-from hf_granikv.dispatch.calibration import LayerRun, Run, calibrate, measured_link
+from hf_granikv.dispatch.calibration import LayerRun, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
 from hf_granikv.dispatch.roofline import PRIVATE, Work
+from hf_granikv.dispatch.stopwatch import Run, Stopwatch
 from hf_granikv.kernels.decode_attention import (
     DecodeAttention,
     GroupStates,
@@ -30,6 +31,8 @@ from hf_granikv.views import AttentionState, GroupShape, PrivateTokens
 
 # rows of the table: one, a few, and many query rows that share a read
 _SHOWN_TILES = (1, 8, 64, 512)
+# of the measurements; on an idle machine a tenth are disturbed, beside a process for every processor all
+_MOST_DISTURBED = 0.4
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -65,7 +68,10 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
 
     Raises:
         OSError: If the file cannot be written.
+        ValueError: If there is no folder for it.
     """
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {Path(out).parent}; make it first.")
     start = time.perf_counter()
     link, has_ranks = None, int(os.environ.get("WORLD_SIZE", "1")) > 1
     if has_ranks:
@@ -76,8 +82,9 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
         link = measured_link(device)
     report: list[str] = []
     if not has_ranks or torch.distributed.get_rank() == 0:
+        watch = Stopwatch(device)
         calibration = calibrate(
-            device,
+            watch,
             backends={**BACKENDS, PerRowPath.name: PerRowPath(), PRIVATE: PrivatePath()},
             merging=merging,
             anyway={PerRowPath.name: pass_alone},
@@ -90,6 +97,7 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
             *_described(calibration),
             f"measured in {time.perf_counter() - start:.0f} s, saved as {path}"
             + (", which is used from now on" if out is None else ""),
+            *_disturbed(watch),
         ]
     if has_ranks:
         # the others wait, so that they do not run beside what is measured
@@ -212,6 +220,16 @@ def _described(calibration: Calibration) -> list[str]:
             rates = "".join(f"{cost.rate.at(tile) / 1e9:>8.0f}" for tile in _SHOWN_TILES)
             lines.append(f"{'  ' + name:<32}{rates}{1e6 * cost.call_s:>9.0f} us")
     return lines
+
+
+def _disturbed(watch: Stopwatch) -> list[str]:
+    if watch.num_disturbed <= _MOST_DISTURBED * watch.num_medians:
+        return []
+    return [
+        f"DISTURBED: in {watch.num_disturbed} of {watch.num_medians} measurements most runs had to leave "
+        "a processor to other processes, so these numbers say little of the device; calibrate again "
+        "while nothing else runs (or with as many threads as there are processors: OMP_NUM_THREADS)."
+    ]
 
 
 def _gb_per_s(byte_s: float) -> str:

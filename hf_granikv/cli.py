@@ -56,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--device", help="default: cuda if there is one, else cpu")
     calibrate.add_argument(
-        "--seconds", type=_seconds, default=45.0, metavar="S", help="to spend, about; default: 45"
+        "--seconds",
+        type=_seconds,
+        default=45.0,
+        metavar="S",
+        help="to spend, about, and more where the least to measure takes longer; default: 45",
     )
     calibrate.add_argument("--out", metavar="FILE", help="default: where later runs look for it")
     calibrate.set_defaults(run=_run_calibrate)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
-from hf_granikv.backends import BACKENDS
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
+from hf_granikv.config import DISPATCH_CHOICES
 from hf_granikv.demo_model import obtain_model
 from hf_granikv.multi_agent import MultiAgentRunner
 from hf_granikv.prompts import left_padded
@@ -172,7 +172,7 @@ def _warm_up(model: Any) -> None:
     """Decodes a few tokens over a short prefix in every way: what only a first step takes is no time of either."""
     ids = torch.ones(len(AGENTS), 8, dtype=torch.long, device=model.device)
     mask = torch.ones_like(ids)
-    for dispatch in BACKENDS:
+    for dispatch in DISPATCH_CHOICES:
         cache = AsymmetricPagedCache(model.config, dispatch=dispatch)
         cache.prefill(model, ids[:1, :6])
         options = {"max_new_tokens": 3, "do_sample": False, CACHE_ARGUMENT: cache}

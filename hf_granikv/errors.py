@@ -3,6 +3,8 @@
 import sys
 import warnings
 
+from hf_granikv.wording import counted
+
 # whose lines are not those of a caller
 _NO_CALLERS = {"hf_granikv", "torch", "transformers"}
 
@@ -33,7 +35,7 @@ class UnannouncedForwardError(RuntimeError):
             )
         else:
             text = (
-                f"the first layer stores {stored[0]} rows x {stored[1]} columns of a forward pass "
+                f"the first layer stores {counted(stored[0], 'row')} x {counted(stored[1], 'column')} of a forward pass "
                 f"whose inputs have {announced[0]} x {announced[1]}: the model changes them on the "
                 "way, so which columns are pads or repeat the prefix cannot be told. Use "
                 "DynamicCache for this model."

@@ -14,6 +14,7 @@ from hf_granikv.dispatch.prediction import KindPrediction, Load, ModelShape, pre
 from hf_granikv.dispatch.roofline import DeviceConstants
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.views import LayerKind
+from hf_granikv.wording import counted
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -91,7 +92,7 @@ def explained(model: ModelShape, load: Load, constants: DeviceConstants) -> list
     return [
         f"{model.name}: {len(model.layers)} layers with {model.num_q_heads} query and "
         f"{model.num_kv_heads} key/value heads of {model.head_dim}, {model.dtype}",
-        f"{load.num_rows} rows over {load.prefix_len} shared tokens, {load.suffix_len} private "
+        f"{counted(load.num_rows, 'row')} over {load.prefix_len} shared tokens, {load.suffix_len} private "
         "tokens each: one decode step, attention only",
         f"{constants.name}: {constants.origin}",
         *(line for kind in kinds for line in _of_kind(kind)),

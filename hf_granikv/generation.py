@@ -30,6 +30,7 @@ from hf_granikv.errors import warn_nothing_shared
 from hf_granikv.layer_kinds import ServedModel
 from hf_granikv.prompt_checks import unread_arguments
 from hf_granikv.shared_prefix import Level, shared_prefixes, worthwhile_levels
+from hf_granikv.wording import counted
 from hf_granikv.worth import step_shape, why_slow
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _cache_of(
         levels = _levels(model, rows, num_steps, min_shared_tokens)
         cache = _prefilled(model, rows, levels, config.max_length)
     except _NotSharedError as reason:
-        _tell_unshared(model, f"{len(input_ids)} rows, nothing shared: {reason}")
+        _tell_unshared(model, f"{counted(len(input_ids), 'row')}, nothing shared: {reason}")
         return None
     logger.info("%d rows share %s.", len(rows), _described(levels, len(rows)))
     # who says from where to share knows that the dense route may be taken

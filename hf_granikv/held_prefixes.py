@@ -5,6 +5,7 @@ from weakref import finalize
 
 from hf_granikv.pools import HotPool, Prefix
 from hf_granikv.row_prefixes import RowPrefixes, repeated
+from hf_granikv.wording import counted
 
 
 class HeldPrefixes:
@@ -63,7 +64,7 @@ class HeldPrefixes:
         """
         if num_rows and not self:
             raise ValueError(
-                f"the cache holds {num_rows} rows already; call cache.reset() first, or build "
+                f"the cache holds {counted(num_rows, 'row')} already; call cache.reset() first, or build "
                 "another cache."
             )
 

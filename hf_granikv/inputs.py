@@ -24,6 +24,7 @@ from hf_granikv.prompt_checks import (
     check_positions,
 )
 from hf_granikv.row_prefixes import RowPrefixes
+from hf_granikv.wording import counted
 
 PER_TOKEN_KWARGS = ("token_type_ids",)
 
@@ -125,7 +126,7 @@ def read_forward(kwargs: dict[str, Any], held: HeldRows) -> tuple[Layout, dict[s
     known = [0] * num_rows if held.lengths is None else held.lengths.tolist()
     if len(known) != num_rows:
         raise ValueError(
-            f"the forward has {num_rows} rows, the cache holds {len(known)}; call cache.reset() to "
+            f"the forward has {counted(num_rows, 'row')}, the cache holds {len(known)}; call cache.reset() to "
             "start a new batch from the prefix."
         )
     before = [of_prefix + own for of_prefix, own in zip(seen, known, strict=True)]
@@ -180,7 +181,7 @@ def _positions(before: list[int], layout: Layout) -> Ints | list[list[int]]:
 def _check_mask(mask: Any, num_rows: int, num_ids: int) -> None:
     if mask.shape[0] != num_rows or mask.shape[1] < num_ids:
         raise ValueError(
-            f"attention_mask is {tuple(mask.shape)} for {num_rows} rows of {num_ids} tokens; it "
+            f"attention_mask is {tuple(mask.shape)} for {counted(num_rows, 'row')} of {num_ids} tokens; it "
             "must have a row for each and cover at least these tokens."
         )
 

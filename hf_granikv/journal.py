@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from statistics import median
 
 from hf_granikv.errors import warn_nothing_shared
+from hf_granikv.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Journal:
         """The report, a fact a line."""
         report: list[str] = []
         for name, count in sorted(self.backend_steps.items()):
-            head, notes = f"backend {name}: {count} forward passes; last", self.groups[name]
+            head, notes = f"backend {name}: {_passes(count)}; last", self.groups[name]
             if len(notes) == 1:
                 report += [f"{head}: {note}" for note in notes.values()]
             else:
@@ -189,7 +190,7 @@ class Journal:
             for how, count in self._decodes.items()
         ]
         if self.steps_in_graphs:
-            report.append(f"in graphs of torch.compile: {self.steps_in_graphs} forward passes.")
+            report.append(f"in graphs of torch.compile: {_passes(self.steps_in_graphs)}.")
         report += [f"fused: {described}" for described in self._fused]
         if self.promoted_tokens or self.once_tokens:
             report.append(
@@ -204,6 +205,10 @@ class Journal:
         if not self.backend_steps and not self.dense_reads:
             report.append("no forward pass has read a prefix yet.")
         return report
+
+
+def _passes(number: int) -> str:
+    return counted(number, "forward pass", "forward passes")
 
 
 def _advice(asked_by: str) -> str:

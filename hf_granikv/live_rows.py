@@ -18,6 +18,7 @@ from hf_granikv.pools import Prefix
 from hf_granikv.row_budget import Coming, RowBudget, check_slots
 from hf_granikv.row_places import Row, RowPlaces
 from hf_granikv.segment_runs import SegmentRuns
+from hf_granikv.wording import counted
 
 
 class LiveRows(RowPlaces):
@@ -119,7 +120,9 @@ class LiveRows(RowPlaces):
                 has changed. Any other error of the model leaves rows without states as they were.
         """
         if empty := [row for row, ids in feeds.items() if not len(ids)]:
-            raise ValueError(f"{len(empty)} rows were given no token; leave them out.")
+            raise ValueError(
+                f"{counted(len(empty), 'row')} came without any token; leave such rows out."
+            )
         check_slots(self._cold_slots, self.num_slots_used, sum(map(len, feeds.values())))
         while True:
             self._check_whole(feeds)

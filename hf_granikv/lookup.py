@@ -103,9 +103,9 @@ class PrefixLookup:
                     if at is None or num_common > best:
                         best, of, at = num_common, level.num_tokens, i
         if at is None:
-            return f"no prefix is held under the salt of any of the {len(rows)} rows bound."
+            return f"no prefix is held under the salt of any row bound, of {len(rows)}."
         return (
-            f"none of the {len(rows)} rows bound starts with a prefix that is held; the nearest, row "
+            f"no row bound, of {len(rows)}, starts with a prefix that is held; the nearest, row "
             f"{at}, has its first {best} tokens in common with one of {of}. {_SEAM}"
         )
 

@@ -3,25 +3,24 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_granikv.agent import Agent, Messages, Reply
 from hf_granikv.answering import Answering, Started, renamed, runners_words
 from hf_granikv.config import CacheOptions
 from hf_granikv.engine.options import EngineOptions
-from hf_granikv.engine.streams import Merged, MergedAsync
+from hf_granikv.engine.streams import Merged, MergedAsync, named, named_async
 from hf_granikv.engine.turn import Turn
 from hf_granikv.engine_runs import replies_of
 from hf_granikv.in_process import OneOfAKind
+from hf_granikv.pools import Prefix
 from hf_granikv.prompts import Message, Tool, shared_ids, shared_text
 from hf_granikv.questions import Question, check_tokenizer, known_agent, note_asked, questions_of
 from hf_granikv.report import RunReport
 from hf_granikv.roster import Roster
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from hf_granikv.pools import Prefix
 
 
 class MultiAgentRunner(OneOfAKind):
@@ -46,8 +45,7 @@ class MultiAgentRunner(OneOfAKind):
         max_cold_slots: Limit of tokens held of all conversations together; None grows as needed.
         max_bytes: Limit of their bytes, likewise; texts of `share` are held beside it.
         max_rows: The most agents that are answered at a time; more wait.
-        max_step_tokens: The most tokens of one forward pass, which bounds how long a newcomer's prompt
-            keeps others waiting.
+        max_step_tokens: The most tokens of a forward pass: how long a prompt keeps others waiting.
         min_shared_tokens: Hold every run of at least this many common tokens once; None: where the
             cost model predicts a gain, past 128 tokens.
 
@@ -57,8 +55,8 @@ class MultiAgentRunner(OneOfAKind):
 
     def __init__(
         self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         dispatch: str = "auto",
         max_cold_slots: int | None = None,
@@ -93,7 +91,7 @@ class MultiAgentRunner(OneOfAKind):
 
     def share(
         self, content: str | Sequence[Message], *, tools: Sequence[Tool] | None = None
-    ) -> "Prefix":
+    ) -> Prefix:
         """Computes and stores what many agents will read.
 
         Of a text that begins as an earlier one does, only the rest is. Where they part in the middle,
@@ -118,7 +116,7 @@ class MultiAgentRunner(OneOfAKind):
     def agent(
         self,
         name: str,
-        prefix: "Prefix",
+        prefix: Prefix,
         instructions: str | None = None,
         **generation_kwargs: Any,
     ) -> Agent:
@@ -263,20 +261,17 @@ class MultiAgentRunner(OneOfAKind):
         Whoever stops listening cancels what goes on.
         """
         started = self._submit(messages, seed, generation_kwargs)
-        return self._pieces(Merged(started.turns), started)
+        return named(Merged(started.turns), partial(self._note, started))
 
     def astream(
         self, messages: Messages, *, seed: int | None = None, **generation_kwargs: Any
     ) -> AsyncIterator[tuple[str, str]]:
         """Does what `stream` does, for `async for`."""
         started = self._submit(messages, seed, generation_kwargs)
-        return self._pieces_async(MergedAsync(started.turns), started)
+        return named_async(MergedAsync(started.turns), partial(self._note, started))
 
     def report(self) -> RunReport:
-        """Gives the figures of the latest `run` or `stream`, or of their `a` forms, that came to its end.
-
-        All zero before the first.
-        """
+        """Gives the figures of the latest `run`, `arun`, `stream` or `astream` that came to its end."""
         return self._report
 
     def explain(self) -> str:
@@ -292,9 +287,8 @@ class MultiAgentRunner(OneOfAKind):
     def _questions(
         self, messages: Messages, seed: int | None, kwargs: dict[str, Any]
     ) -> list[Question]:
-        model, tokenizer = self.model, self.tokenizer
         questions = questions_of(
-            self.agents, messages, seed, kwargs, model=model, tokenizer=tokenizer
+            self.agents, messages, seed, kwargs, model=self.model, tokenizer=self.tokenizer
         )
         for question in questions:
             self._roster.check_is_free(question.agent)
@@ -313,17 +307,8 @@ class MultiAgentRunner(OneOfAKind):
                 )
             return self._answering.start(questions, keeps_history=True)
 
-    def _pieces(self, pieces: Merged, started: Started) -> Iterator[tuple[str, str]]:
-        for turn, piece in pieces:
-            yield turn.name, piece
+    def _note(self, started: Started) -> None:
         self._report = RunReport.joined(started.reports())
-
-    async def _pieces_async(
-        self, pieces: MergedAsync, started: Started
-    ) -> AsyncIterator[tuple[str, str]]:
-        async for turn, piece in pieces:
-            yield turn.name, piece
-        self._report = RunReport.joined(await asyncio.to_thread(started.reports))
 
     def _finish(
         self, questions: list[Question], replies: dict[str, Reply], reports: list[RunReport]

@@ -16,6 +16,7 @@ from hf_granikv.journal import ForwardNotes, GroupNote
 from hf_granikv.kernels.suffix_attention import SuffixMask, prepare_mask
 from hf_granikv.views import GroupShape, LayerStep, PrefixPart, StepPlan, dtype_name
 from hf_granikv.windows import PrefixView, prefix_view
+from hf_granikv.wording import counted
 
 # where rows read a prefix as if it was their own
 _PASS = "in one pass with the rows' own tokens"
@@ -194,4 +195,4 @@ def _described(shape: GroupShape, decision: Decision, kernel: str) -> str:
 
 
 def _sized(shape: GroupShape) -> str:
-    return f"{shape.num_rows} rows x {shape.q_len} tokens over {shape.prefix_len}"
+    return f"{counted(shape.num_rows, 'row')} x {counted(shape.q_len, 'token')} over {shape.prefix_len}"

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_granikv.config import is_count
 from hf_granikv.pools import Prefix
+from hf_granikv.wording import counted
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -105,7 +106,7 @@ def salts_of(salt: str | Sequence[str | None] | None, num_rows: int) -> list[str
     salts = list(salt)
     if len(salts) != num_rows or not all(s is None or isinstance(s, str) for s in salts):
         raise ValueError(
-            f"salt is {salts!r} for {num_rows} rows; give one str or None for each row, or for all."
+            f"salt is {salts!r} for {counted(num_rows, 'row')}; give one str or None for each row, or for all."
         )
     return salts
 

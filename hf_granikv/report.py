@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from hf_granikv.wording import counted
+
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
@@ -115,7 +117,7 @@ class RunReport:
         suffix = "-" if self.suffix_prefill_s is None else f"{self.suffix_prefill_s:.2f} s"
         return "\n".join(
             [
-                f"{self.num_agents} agents",
+                f"{counted(self.num_agents, 'agent')}",
                 f"tokens     prefix {self.prefix_tokens} (computed once), "
                 f"suffixes {self.suffix_tokens}{kept}, generated {self.generated_tokens}",
                 *shared,

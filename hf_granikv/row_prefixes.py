@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hf_granikv.pools import Prefix
 from hf_granikv.pools.row_states import LayerStates
 from hf_granikv.views import PrefixGroup, PrefixPart
+from hf_granikv.wording import counted
 
 Ints = NDArray[np.int64]
 
@@ -168,7 +169,7 @@ def repeated(bound: RowPrefixes, num_rows: int) -> RowPrefixes:
     times = num_rows // max(1, bound.num_rows)
     if times * bound.num_rows != num_rows or not times:
         raise ValueError(
-            f"the batch has {num_rows} rows, cache.bind was called with {bound.num_rows}; bind the "
+            f"the batch has {counted(num_rows, 'row')}, cache.bind was called with {bound.num_rows}; bind the "
             "prompts of this batch."
         )
     return bound.selected(np.repeat(np.arange(bound.num_rows), times))

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_granikv.graph_cache import GraphCache
+from hf_granikv.wording import counted
 
 
 class RowsCache(GraphCache):
@@ -55,7 +56,7 @@ class RowsCache(GraphCache):
         if chosen.dtype == torch.bool:
             if num_rows and len(chosen) != num_rows:
                 raise ValueError(
-                    f"{len(chosen)} rows were marked, the cache holds {num_rows}; mark every row."
+                    f"{counted(len(chosen), 'mark')} for the {counted(num_rows, 'row')} that the cache holds; mark every row."
                 )
             chosen = chosen.nonzero()[:, 0]
         self._state.select_rows(chosen.numpy())

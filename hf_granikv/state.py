@@ -18,6 +18,7 @@ from hf_granikv.row_prefixes import NO_ROWS, RowPrefixes
 from hf_granikv.step import ReadyLayer, Step
 from hf_granikv.views import LayerKind, StepPlan
 from hf_granikv.visibility import dense_columns, suffix_mask, why_not_dense
+from hf_granikv.wording import counted
 
 
 class CacheState(BatchRows):
@@ -277,7 +278,7 @@ class CacheState(BatchRows):
             raise UnannouncedForwardError((num_rows, q_len), announced)
         if self.num_rows and self.num_rows != num_rows:
             raise ValueError(
-                f"the forward has {num_rows} rows, the cache holds {self.num_rows}; use a new cache, "
+                f"the forward has {counted(num_rows, 'row')}, the cache holds {self.num_rows}; use a new cache, "
                 "reset() this one, or repeat its rows with batch_repeat_interleave."
             )
         if not self.num_rows and self.prefixes.is_emptied:

@@ -11,7 +11,7 @@ from hf_granikv.config import DISPATCH_CHOICES
 
 PACKAGE = Path(hf_granikv.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARED = {"views", "config", "errors", "journal", "compat", "processor"}
+SHARED = {"views", "config", "errors", "journal", "compat", "processor", "wording"}
 
 # room -> the rooms it may import besides SHARED and itself
 ARROWS: dict[str, set[str]] = {
@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "journal": set(),
     "compat": set(),
     "processor": set(),
+    "wording": set(),
     "kernels": set(),
     "pools": set(),
     "dispatch": set(),

@@ -1,12 +1,13 @@
 import importlib.util
 import subprocess
+from itertools import count
 
 import pytest
 from families import LOCAL, SHARED_PATH
 
 import hf_granikv
 from hf_granikv import cli, demo_model
-from hf_granikv.dispatch import calibration, device_constants
+from hf_granikv.dispatch import calibration, device_constants, stopwatch
 from hf_granikv.dispatch.calibration_file import read_calibration
 
 
@@ -159,11 +160,27 @@ def test_calibrate_measures_and_its_file_is_used_from_then_on(quick, capsys):
 
 
 def test_calibrate_writes_where_it_is_told_to(quick, capsys):
-    out = quick / "sub" / "here.json"
+    out = quick / "here.json"
     assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1", "--out", str(out)]) == 0
     assert read_calibration(out).threads > 0
     assert "used from now on" not in capsys.readouterr().out
     assert not (quick / "calibration").exists()
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(quick, capsys):
+    out = quick / "nowhere" / "here.json"
+    assert cli.main(["calibrate", "--device", "cpu", "--out", str(out)]) == 2
+    assert f"there is no folder {out.parent}; make it first" in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
+def test_a_calibration_beside_other_work_says_so(quick, capsys, monkeypatch):
+    monkeypatch.setattr(stopwatch, "interruptions", count().__next__)
+    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
+    assert "DISTURBED: in " in capsys.readouterr().out
+    monkeypatch.setattr(stopwatch, "interruptions", lambda: 0)
+    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
+    assert "DISTURBED" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan", "1e9"])

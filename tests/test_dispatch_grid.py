@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend
 from hf_granikv.dispatch import Dispatcher
-from hf_granikv.dispatch.calibration import Stopwatch
+from hf_granikv.dispatch.stopwatch import Stopwatch
 from hf_granikv.views import GroupShape
 
 

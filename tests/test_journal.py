@@ -48,7 +48,7 @@ def test_a_backend_is_counted_once_per_forward_pass_whatever_its_groups() -> Non
 def test_groups_are_those_of_the_last_forward_pass() -> None:
     journal = Journal()
     add(journal, "x", "y")
-    assert journal.lines()[:3] == ["backend a: 1 forward passes; last, 2 groups:", "  x", "  y"]
+    assert journal.lines()[:3] == ["backend a: 1 forward pass; last, 2 groups:", "  x", "  y"]
     add(journal, "z")
     assert journal.lines()[0] == "backend a: 2 forward passes; last: z"
 
@@ -76,7 +76,7 @@ def test_the_report_shows_regime_prediction_measurement_and_origin(model: PreTra
     report = cache.explain()
     number = r"\d+ us"
     assert re.search(
-        rf"last: 2 rows x 1 tokens over 20, (launch|memory|compute)-bound, predicted per layer: "
+        rf"last: 2 rows x 1 token over 20, (launch|memory|compute)-bound, predicted per layer: "
         rf"cascade {number}, batched_gemm {number}, per_row {number}"
         rf"(, in one pass with the rows' own tokens)?; measured {number}\n",
         report,
@@ -94,8 +94,8 @@ def test_every_group_of_a_batch_is_shown_with_its_path(model: PreTrainedModel) -
     new_tokens(model, prompts, num_new=3, **cached(cache.bind(**prompts)))
     lines = cache.explain().splitlines()
     at = lines.index("backend cascade: 3 forward passes; last, 2 groups:")
-    assert lines[at + 1].startswith("  3 rows x 1 tokens over 20, ")
-    assert lines[at + 2].startswith("  1 rows x 1 tokens over 30, ")
+    assert lines[at + 1].startswith("  3 rows x 1 token over 20, ")
+    assert lines[at + 2].startswith("  1 row x 1 token over 30, ")
     assert all("; measured " in line for line in lines[at + 1 : at + 3])
 
 
@@ -229,7 +229,7 @@ def test_rows_that_start_with_no_prefix_are_told_how_near_they_come(
     near = [*PREFIX[:15], *tokens(9, seed=7)]
     prompts = left_padded([tokens(9, seed=8), near])
     (told,) = unshared(partial(cache.bind, **prompts))
-    assert "none of the 2 rows bound starts with a prefix that is held" in told
+    assert "no row bound, of 2, starts with a prefix that is held" in told
     assert "row 1, has its first 15 tokens in common with one of 20" in told
     assert unshared(partial(cache.bind, **prompts)) == []
 
@@ -239,7 +239,7 @@ def test_another_tenants_prefix_is_not_spoken_of(model: PreTrainedModel) -> None
     cache.prefill(model, prefix_ids(), salt="theirs")
     prompts = left_padded(whole(suffixes(3, 4)))
     (told,) = unshared(partial(cache.bind, **prompts, salt="ours"))
-    assert "no prefix is held under the salt of any of the 2 rows" in told
+    assert "no prefix is held under the salt of any row bound, of 2" in told
     assert "20" not in told
 
 

@@ -162,7 +162,7 @@ def test_a_prefix_under_rows_that_run_already_is_refused(model: PreTrainedModel)
     cache = AsymmetricPagedCache(model.config)
     model(input_ids=torch.tensor(ROWS[1:2]), **cached(cache))
     before = observed(cache)
-    with pytest.raises(ValueError, match="holds 1 rows already"):
+    with pytest.raises(ValueError, match="holds 1 row already"):
         cache.prefill(model, prefix_ids())
     assert observed(cache) == before
 

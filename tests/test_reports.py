@@ -177,7 +177,7 @@ def test_a_forced_backend_is_the_one_that_runs(model: PreTrainedModel, name: str
     assert cache.stats().backend_steps == {name: 4}
     report = cache.explain()
     assert re.search(rf"^2 rows over a prefix of 20 tokens, dispatch='{name}'", report)
-    assert f"backend {name}: 4 forward passes; last: 2 rows x 1 tokens over 20" in report
+    assert f"backend {name}: 4 forward passes; last: 2 rows x 1 token over 20" in report
     assert re.search(rf"predicted per layer: .*{name} \d+ us", report)
     assert "dense route" not in report
 

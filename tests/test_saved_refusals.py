@@ -101,7 +101,7 @@ def test_rows_without_a_prefix_keep_it_out(model: PreTrainedModel, saved: Path) 
     cache = empty(model)
     with torch.no_grad():
         model(input_ids=prefix_ids(OTHER), **cached(cache))
-    with pytest.raises(ValueError, match="holds 1 rows already"):
+    with pytest.raises(ValueError, match="holds 1 row already"):
         cache.load(saved, model)
     assert cache.stats().hot_bytes == 0
 

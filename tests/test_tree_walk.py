@@ -213,7 +213,7 @@ BAD_BINDS: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.ones(1, 3)},
         "give token ids and a mask of whole prompts",
     ),
-    "salts": ({"input_ids": torch.tensor([[1, 2]]), "salt": ["a", "b"]}, "for 1 rows"),
+    "salts": ({"input_ids": torch.tensor([[1, 2]]), "salt": ["a", "b"]}, "for 1 row"),
     "a_number": ({"input_ids": torch.tensor([[1, 2]]), "salt": [3]}, "one str or None"),
 }
 

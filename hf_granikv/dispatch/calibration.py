@@ -19,6 +19,7 @@ from hf_granikv.dispatch.device_constants import device_name, threads_of
 from hf_granikv.dispatch.dispatcher import Candidate
 from hf_granikv.dispatch.fit import fit_backend, fit_line
 from hf_granikv.dispatch.roofline import BackendCost, DeviceConstants, LineCost, RateCurve, Work
+from hf_granikv.dispatch.stopwatch import Run, Stopwatch
 from hf_granikv.views import AttentionState, GroupShape, dtype_name
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,54 +59,12 @@ class Runnable(Candidate, Protocol):
         """Gives what attends to a prefix in each layer of a step, from those of the first."""
 
 
-Run = Callable[[], object]
 # runs that differ in one merge of a state of this size: without it and with it
 Merging = Callable[[AttentionState], tuple[Run, Run]]
 
 
-class Stopwatch:
-    """Times runs with nothing in the caches, as between two layers of a model.
-
-    Args:
-        device: Where they run.
-
-    Attributes:
-        device: Likewise.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # what the cores' own caches hold, or all of an accelerator's
-        num_bytes = threads_of(device) * 8 << 20 or 256 << 20
-        self._other = torch.ones(num_bytes // 4, device=device)
-
-    def medians_s(self, runs: Sequence[Run], budget_s: float, *, most: int = 20) -> list[float]:
-        """Gives the median seconds of each run; they take turns, at least three and at most `most`."""
-        seconds: list[list[float]] = [[] for _ in runs]
-        for run in runs:
-            run()
-        stop = time.perf_counter() + budget_s
-        while len(seconds[0]) < 3 or (time.perf_counter() < stop and len(seconds[0]) < most):
-            for run, taken in zip(runs, seconds, strict=True):
-                self._other.sum()
-                taken.append(self._once(run))
-        return [median(taken) for taken in seconds]
-
-    def _once(self, run: Run) -> float:
-        if self.device.type == "cpu":
-            start = time.perf_counter()
-            run()
-            return time.perf_counter() - start
-        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        before.record()
-        run()
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
-
-
 def calibrate(
-    device: torch.device,
+    watch: Stopwatch,
     *,
     backends: Mapping[str, Runnable],
     merging: Merging,
@@ -116,14 +75,14 @@ def calibrate(
     """Measures a device; shows its progress on a terminal.
 
     Args:
-        device: The device.
+        watch: Of the device.
         backends: Whose cost is measured, by name.
         merging: What merges a partial result.
         anyway: For some of them, by name, what is no cost of theirs.
         budget_s: Seconds to spend, about.
         link_bytes_per_s: From `measured_link`, where there are several ranks.
     """
-    watch = Stopwatch(device)
+    device = watch.device
     with torch.no_grad():
         ops_s = _SHARE_OF_OPS * budget_s / (len(DTYPES) + 1)
         matmul = {dtype_name(dtype): _products(watch, device, dtype, ops_s) for dtype in DTYPES}

@@ -2,7 +2,7 @@
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -109,3 +109,19 @@ class MergedAsync(_Listener, AsyncIterator[Piece]):
         for turn in self._turns:
             turn.listen(called_soon(partial(self._changed.put_nowait, turn)))
             self._changed.put_nowait(turn)
+
+
+def named(pieces: Merged, then: Callable[[], None]) -> Iterator[tuple[str, str]]:
+    """Gives `(name, piece)`, and calls `then` when all turns have ended well."""
+    for turn, piece in pieces:
+        yield turn.name, piece
+    then()
+
+
+async def named_async(
+    pieces: MergedAsync, then: Callable[[], None]
+) -> AsyncIterator[tuple[str, str]]:
+    """Does what `named` does; `then` may block."""
+    async for turn, piece in pieces:
+        yield turn.name, piece
+    await asyncio.to_thread(then)

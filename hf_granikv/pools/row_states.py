@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_granikv.errors import IntegrityError, TornStateError
+from hf_granikv.wording import counted
 
 
 class StateKey(NamedTuple):
@@ -196,7 +197,7 @@ class RowStates:
                 if state.shape[0] != num_rows and not self._is_torn:
                     raise IntegrityError(
                         f"{key.kind}[{key.state_idx}] of stateful layer {layer_idx} has "
-                        f"{state.shape[0]} rows, the batch {num_rows}."
+                        f"{counted(state.shape[0], 'row')}, the batch {num_rows}."
                     )
 
     def _load(self, states: Iterable[LayerStates], change: Callable[[Tensor], Tensor]) -> None:

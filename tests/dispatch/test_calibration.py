@@ -1,6 +1,10 @@
 """Measuring: what is run, in which order, and what comes out of it. Times themselves are not tested."""
 
+import os
+import subprocess
+import sys
 import time
+from itertools import cycle
 
 import pytest
 import torch
@@ -8,10 +12,11 @@ from oracle import assert_close, reference
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.calibrating import PrivatePath, merging
-from hf_granikv.dispatch import Dispatcher, calibration
-from hf_granikv.dispatch.calibration import DTYPES, Stopwatch, calibrate, places, shapes
+from hf_granikv.dispatch import Dispatcher, calibration, stopwatch
+from hf_granikv.dispatch.calibration import DTYPES, calibrate, places, shapes
 from hf_granikv.dispatch.calibration_file import read_calibration, write_calibration
 from hf_granikv.dispatch.roofline import RateCurve
+from hf_granikv.dispatch.stopwatch import Stopwatch
 from hf_granikv.views import AttentionState, GroupShape, dtype_name
 
 CPU = torch.device("cpu")
@@ -62,7 +67,7 @@ def test_places_lie_all_over_the_store():
 
 
 def test_a_calibration_knows_every_backend_and_survives_its_file(few, tmp_path):
-    found = calibrate(CPU, backends=BACKENDS, merging=merging, budget_s=1.0)
+    found = calibrate(Stopwatch(CPU), backends=BACKENDS, merging=merging, budget_s=1.0)
 
     write_calibration(tmp_path / "device.json", found)
     constants = read_calibration(tmp_path / "device.json").constants
@@ -83,7 +88,7 @@ def test_a_backend_that_cannot_run_is_left_out(few):
             return ["never"]
 
     found = calibrate(
-        CPU,
+        Stopwatch(CPU),
         backends={"per_row": BACKENDS["per_row"], "none": Refusing()},
         merging=merging,
         budget_s=0.5,
@@ -122,6 +127,36 @@ def test_accelerators_are_timed_by_their_own_clock(monkeypatch):
 
     assert watch.medians_s([lambda: order.append("run")], 0.0) == [pytest.approx(7e-3)]
     assert order == ["run", *["record", "run", "record", "wait"] * 3]
+
+
+def test_medians_of_interrupted_runs_are_counted(monkeypatch):
+    happened = []
+    monkeypatch.setattr(stopwatch, "interruptions", lambda: len(happened))
+    calm, sometimes, ever = (lambda: None), cycle([True, True, False, False]), cycle([True])
+    runs = [lambda turns=turns: happened.extend([0] * next(turns)) for turns in (sometimes, ever)]
+    for device, num_disturbed in ((CPU, 1), (torch.device("meta"), 0)):
+        watch = Stopwatch(device)
+        monkeypatch.setattr(watch, "_once", lambda run: run() or 1.0)
+        watch.medians_s([calm, *runs], 0.0)
+        assert (watch.num_medians, watch.num_disturbed) == (3, num_disturbed)
+
+
+def test_a_process_that_has_to_share_its_processor_is_interrupted():
+    pytest.importorskip("resource")
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("processes cannot be kept on a processor")
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(mine)})
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before, stop = stopwatch.interruptions(), time.perf_counter() + 10
+        while stopwatch.interruptions() < before + 3 and time.perf_counter() < stop:
+            pass
+        assert stopwatch.interruptions() >= before + 3
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, mine)
 
 
 def test_runs_that_would_take_too_long_in_a_slow_dtype_are_left_out():

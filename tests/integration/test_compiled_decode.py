@@ -56,7 +56,7 @@ def model_of(family: str = "llama", attention: str = "granikv") -> PreTrainedMod
 
 
 def steps_in_graphs(cache: Any) -> int:
-    found = re.search(r"in graphs of torch.compile: (\d+) forward passes", cache.explain())
+    found = re.search(r"in graphs of torch.compile: (\d+) forward pass", cache.explain())
     return int(found[1]) if found else 0
 
 
