@@ -59,3 +59,15 @@ def user_folder() -> Path:
     if home:
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_granikv"
+
+
+def check_is_there(name: str) -> None:
+    """Refuses the name of a model that can only be a path, where nothing is; hub ids pass.
+
+    Raises:
+        ValueError: If there is nothing.
+    """
+    path = Path(name).expanduser()
+    is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2
+    if is_path and not path.exists():
+        raise ValueError(f"there is no file or folder {name}.")

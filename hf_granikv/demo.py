@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_granikv.cache import AsymmetricPagedCache
 from hf_granikv.compat import CACHE_ARGUMENT
-from hf_granikv.config import DISPATCH_CHOICES
+from hf_granikv.config import DISPATCH_CHOICES, check_is_there
 from hf_granikv.demo_model import obtain_model
 from hf_granikv.multi_agent import MultiAgentRunner
 from hf_granikv.prompts import left_padded
@@ -111,15 +111,14 @@ def _check_device(device: str) -> None:
 
 def _loaded(source: str) -> tuple[Any, Any]:
     try:
+        check_is_there(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
         # the same tokens to the last one is a promise of float32
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, attn_implementation="granikv"
         )
     except (OSError, ValueError) as error:
-        place = (
-            "this folder" if Path(source).is_dir() else "no such folder, so looked up on the hub"
-        )
+        place = "this folder" if Path(source).is_dir() else "not a folder here"
         raise ValueError(
             f"--model {source} ({place}) cannot be loaded: {_first_line(error)} "
             "Give the folder or the hub id of a causal language model."

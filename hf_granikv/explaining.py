@@ -8,6 +8,7 @@ from transformers import AutoConfig
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.calibrating import usable_device
+from hf_granikv.config import check_is_there
 from hf_granikv.dispatch import constants_for
 from hf_granikv.dispatch.known_devices import ON_PAPER
 from hf_granikv.dispatch.prediction import KindPrediction, Load, ModelShape, predict_kinds
@@ -53,12 +54,13 @@ def model_shape(name: str, dtype: str | None) -> ModelShape:
     if known is not None:
         return _with_dtype(known, dtype)
     try:
+        check_is_there(name)
         config = AutoConfig.from_pretrained(name)
     # the libraries below have errors of many kinds for a name that they do not know
     except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{name} is no model that can be looked up here ({first_line}); give the path of its "
+            f"{name} is no model that can be looked up here ({first_line.rstrip('.')}); give the path of its "
             f"config.json, or one of {', '.join(KNOWN_MODELS)}."
         ) from error
     return _with_dtype(_of_config(name, config), dtype)

@@ -64,7 +64,10 @@ def test_too_few_new_tokens_are_named(count, capsys):
     ("argv", "text"),
     [
         (["--device", "nowhere"], "--device nowhere cannot be used here"),
-        (["--model", "/nonexistent/x"], "--model /nonexistent/x (no such folder"),
+        (
+            ["--model", "/nonexistent/x"],
+            "--model /nonexistent/x (not a folder here) cannot be loaded: there is no file",
+        ),
         (["--model", "."], "--model . (this folder) cannot be loaded"),
     ],
     ids=["device", "path", "folder"],
@@ -243,10 +246,11 @@ def test_explain_tells_kinds_of_layers_apart(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["/nonexistent/model"], "give the path of its config.json, or one of smollm2-135m"),
+        (["some-model"], "give the path of its config.json, or one of smollm2-135m"),
+        (["/nonexistent/model"], "(there is no file or folder /nonexistent/model); give the path"),
         (["qwen3-8b", "--device", "abacus"], "known on paper: a100, h100, h200"),
     ],
-    ids=["model", "device"],
+    ids=["model", "path", "device"],
 )
 def test_explain_says_what_it_knows(monkeypatch, capsys, argv, text):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

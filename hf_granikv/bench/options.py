@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_granikv.config import check_is_there
 from hf_granikv.demo_model import obtain_model
 
 
@@ -72,6 +73,7 @@ def loaded_model(arguments: argparse.Namespace) -> PreTrainedModel:
     torch.manual_seed(0)
     source = arguments.model or obtain_model(print)
     try:
+        check_is_there(source)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, arguments.dtype)
         )
