@@ -3,7 +3,7 @@
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Set
 from statistics import median
 
 from hf_granikv.errors import warn_nothing_shared
@@ -78,6 +78,7 @@ class ForwardNotes:
             self._before[backend_name] = journal.groups.get(backend_name, {})
             journal.groups[backend_name] = {}
             journal.backend_steps[backend_name] += 1
+            journal.latest = self._before.keys()
         notes, before = journal.groups[backend_name], self._before[backend_name]
         note = note or notes.get(group) or before.get(group)
         if note is None:
@@ -93,6 +94,7 @@ class Journal:
     Attributes:
         backend_steps: Forward passes whose prefix part ran in each backend.
         groups: For each backend, the groups of the last forward pass that it served.
+        latest: The backends of the last forward pass that read a prefix.
         dense_reads: Per layer, how often its keys or values were put together densely.
         promoted_tokens: Tokens that rows had computed for themselves, and have come to share since.
         once_tokens: Tokens that one row computed for several.
@@ -106,6 +108,7 @@ class Journal:
     def __init__(self) -> None:
         self.backend_steps: Counter[str] = Counter()
         self.groups: dict[str, dict[Hashable, GroupNote]] = {}
+        self.latest: Set[str] = frozenset()
         self.dense_reads: Counter[int] = Counter()
         self.reckoning = ""
         self.times_accelerators = False
@@ -172,7 +175,8 @@ class Journal:
         """The report, a fact a line."""
         report: list[str] = []
         for name, count in sorted(self.backend_steps.items()):
-            head, notes = f"backend {name}: {_passes(count)}; last", self.groups[name]
+            last = "last" if name in self.latest else "not the latest one; its own last"
+            head, notes = f"backend {name}: {_passes(count)}; {last}", self.groups[name]
             if len(notes) == 1:
                 report += [f"{head}: {note}" for note in notes.values()]
             else:

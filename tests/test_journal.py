@@ -53,6 +53,16 @@ def test_groups_are_those_of_the_last_forward_pass() -> None:
     assert journal.lines()[0] == "backend a: 2 forward passes; last: z"
 
 
+def test_a_backend_that_the_last_forward_pass_did_not_run_says_so() -> None:
+    journal = Journal()
+    add(journal, "x")
+    add(journal, "y", name="b")
+    assert journal.lines()[:2] == [
+        "backend a: 1 forward pass; not the latest one; its own last: x",
+        "backend b: 1 forward pass; last: y",
+    ]
+
+
 def test_a_group_that_goes_on_keeps_its_times_and_shows_their_median() -> None:
     journal = Journal()
     for seconds in (3e-6, 1e-6, 200e-6):
