@@ -18,7 +18,7 @@ from hf_granikv.dispatch.calibration import LayerRun, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
 from hf_granikv.dispatch.roofline import PRIVATE, Work
-from hf_granikv.dispatch.stopwatch import Run, Stopwatch
+from hf_granikv.dispatch.stopwatch import Run, waited_s
 from hf_granikv.kernels.decode_attention import (
     DecodeAttention,
     GroupStates,
@@ -31,8 +31,8 @@ from hf_granikv.views import AttentionState, GroupShape, PrivateTokens
 
 # rows of the table: one, a few, and many query rows that share a read
 _SHOWN_TILES = (1, 8, 64, 512)
-# of the measurements; on an idle machine a tenth are disturbed, beside a process for every processor all
-_MOST_DISTURBED = 0.4
+# of the time that all takes; idle it is 1 %, and beside a busy process for one of two processors 120 %
+_MOST_WAITED = 0.05
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -82,22 +82,23 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
         link = measured_link(device)
     report: list[str] = []
     if not has_ranks or torch.distributed.get_rank() == 0:
-        watch = Stopwatch(device)
+        waited = waited_s()
         calibration = calibrate(
-            watch,
+            device,
             backends={**BACKENDS, PerRowPath.name: PerRowPath(), PRIVATE: PrivatePath()},
             merging=merging,
             anyway={PerRowPath.name: pass_alone},
             budget_s=budget_s,
             link_bytes_per_s=link,
         )
+        lasted = time.perf_counter() - start
         path = calibration_path(device) if out is None else Path(out)
         write_calibration(path, calibration)
         report = [
             *_described(calibration),
-            f"measured in {time.perf_counter() - start:.0f} s, saved as {path}"
+            f"measured in {lasted:.0f} s, saved as {path}"
             + (", which is used from now on" if out is None else ""),
-            *_disturbed(watch),
+            *_disturbed(waited_s() - waited, lasted),
         ]
     if has_ranks:
         # the others wait, so that they do not run beside what is measured
@@ -222,13 +223,13 @@ def _described(calibration: Calibration) -> list[str]:
     return lines
 
 
-def _disturbed(watch: Stopwatch) -> list[str]:
-    if watch.num_disturbed <= _MOST_DISTURBED * watch.num_medians:
+def _disturbed(waited: float, lasted: float) -> list[str]:
+    if waited <= _MOST_WAITED * lasted:
         return []
     return [
-        f"DISTURBED: in {watch.num_disturbed} of {watch.num_medians} measurements most runs had to leave "
-        "a processor to other processes, so these numbers say little of the device; calibrate again "
-        "while nothing else runs (or with as many threads as there are processors: OMP_NUM_THREADS)."
+        f"DISTURBED: threads of this process waited {waited:.0f} s in all for a processor, so these "
+        "numbers say little of the device; calibrate again while nothing else runs, with no more threads "
+        "(OMP_NUM_THREADS) than there are processors."
     ]
 
 

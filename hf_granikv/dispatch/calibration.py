@@ -64,7 +64,7 @@ Merging = Callable[[AttentionState], tuple[Run, Run]]
 
 
 def calibrate(
-    watch: Stopwatch,
+    device: torch.device,
     *,
     backends: Mapping[str, Runnable],
     merging: Merging,
@@ -75,14 +75,14 @@ def calibrate(
     """Measures a device; shows its progress on a terminal.
 
     Args:
-        watch: Of the device.
+        device: The device.
         backends: Whose cost is measured, by name.
         merging: What merges a partial result.
         anyway: For some of them, by name, what is no cost of theirs.
         budget_s: Seconds to spend, about.
         link_bytes_per_s: From `measured_link`, where there are several ranks.
     """
-    device = watch.device
+    watch = Stopwatch(device)
     with torch.no_grad():
         ops_s = _SHARE_OF_OPS * budget_s / (len(DTYPES) + 1)
         matmul = {dtype_name(dtype): _products(watch, device, dtype, ops_s) for dtype in DTYPES}

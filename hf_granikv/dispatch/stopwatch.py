@@ -1,18 +1,14 @@
-"""Times of runs, and whether anything else took the processor meanwhile."""
+"""Times of runs, and how long this process had no processor meanwhile."""
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from hf_granikv.dispatch.device_constants import threads_of
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource: Any = None  # type: ignore[no-redef]
 
 Run = Callable[[], object]
 
@@ -25,14 +21,10 @@ class Stopwatch:
 
     Attributes:
         device: Likewise.
-        num_medians: What was given so far.
-        num_disturbed: How many of them are of runs most of which were interrupted on a CPU, so that
-            another process could have it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.num_medians, self.num_disturbed = 0, 0
         # what the cores' own caches hold, or all of an accelerator's
         num_bytes = threads_of(device) * 8 << 20 or 256 << 20
         self._other = torch.ones(num_bytes // 4, device=device)
@@ -40,19 +32,13 @@ class Stopwatch:
     def medians_s(self, runs: Sequence[Run], budget_s: float, *, most: int = 20) -> list[float]:
         """Gives the median seconds of each run; they take turns, at least three and at most `most`."""
         seconds: list[list[float]] = [[] for _ in runs]
-        counts = [0] * len(runs)
         for run in runs:
             run()
         stop = time.perf_counter() + budget_s
         while len(seconds[0]) < 3 or (time.perf_counter() < stop and len(seconds[0]) < most):
-            for i, run in enumerate(runs):
+            for run, taken in zip(runs, seconds, strict=True):
                 self._other.sum()
-                before = interruptions()
-                seconds[i].append(self._once(run))
-                counts[i] += interruptions() > before
-        self.num_medians += len(runs)
-        if self.device.type == "cpu":
-            self.num_disturbed += sum(2 * n > len(seconds[0]) for n in counts)
+                taken.append(self._once(run))
         return [median(taken) for taken in seconds]
 
     def _once(self, run: Run) -> float:
@@ -68,6 +54,14 @@ class Stopwatch:
         return before.elapsed_time(after) / 1e3
 
 
-def interruptions() -> int:
-    """How often threads of this process had to leave a processor to others so far; 0 if unknown."""
-    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def waited_s() -> float:
+    """Seconds that threads of this process were ready to run so far and had no processor, all added.
+
+    0 where the kernel does not say: other systems than Linux.
+    """
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        # a thread may have ended since
+        with suppress(OSError):
+            total += int(file.read_text().split()[1])
+    return total / 1e9

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from itertools import cycle
 
 import pytest
 import torch
@@ -67,7 +66,7 @@ def test_places_lie_all_over_the_store():
 
 
 def test_a_calibration_knows_every_backend_and_survives_its_file(few, tmp_path):
-    found = calibrate(Stopwatch(CPU), backends=BACKENDS, merging=merging, budget_s=1.0)
+    found = calibrate(CPU, backends=BACKENDS, merging=merging, budget_s=1.0)
 
     write_calibration(tmp_path / "device.json", found)
     constants = read_calibration(tmp_path / "device.json").constants
@@ -88,7 +87,7 @@ def test_a_backend_that_cannot_run_is_left_out(few):
             return ["never"]
 
     found = calibrate(
-        Stopwatch(CPU),
+        CPU,
         backends={"per_row": BACKENDS["per_row"], "none": Refusing()},
         merging=merging,
         budget_s=0.5,
@@ -129,30 +128,17 @@ def test_accelerators_are_timed_by_their_own_clock(monkeypatch):
     assert order == ["run", *["record", "run", "record", "wait"] * 3]
 
 
-def test_medians_of_interrupted_runs_are_counted(monkeypatch):
-    happened = []
-    monkeypatch.setattr(stopwatch, "interruptions", lambda: len(happened))
-    calm, sometimes, ever = (lambda: None), cycle([True, True, False, False]), cycle([True])
-    runs = [lambda turns=turns: happened.extend([0] * next(turns)) for turns in (sometimes, ever)]
-    for device, num_disturbed in ((CPU, 1), (torch.device("meta"), 0)):
-        watch = Stopwatch(device)
-        monkeypatch.setattr(watch, "_once", lambda run: run() or 1.0)
-        watch.medians_s([calm, *runs], 0.0)
-        assert (watch.num_medians, watch.num_disturbed) == (3, num_disturbed)
-
-
-def test_a_process_that_has_to_share_its_processor_is_interrupted():
-    pytest.importorskip("resource")
-    if not hasattr(os, "sched_setaffinity"):
-        pytest.skip("processes cannot be kept on a processor")
+def test_a_process_that_has_to_share_its_processor_waits():
+    if not stopwatch.waited_s():
+        pytest.skip("this kernel does not say how long threads wait")
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        before, stop = stopwatch.interruptions(), time.perf_counter() + 10
-        while stopwatch.interruptions() < before + 3 and time.perf_counter() < stop:
+        before, stop = stopwatch.waited_s(), time.perf_counter() + 20
+        while stopwatch.waited_s() < before + 0.1 and time.perf_counter() < stop:
             pass
-        assert stopwatch.interruptions() >= before + 3
+        assert stopwatch.waited_s() >= before + 0.1
     finally:
         other.kill()
         other.wait()
