@@ -18,7 +18,8 @@ from hf_granikv.dispatch.calibration import LayerRun, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
 from hf_granikv.dispatch.roofline import PRIVATE, Work
-from hf_granikv.dispatch.stopwatch import Run, waited_s
+from hf_granikv.dispatch.stopwatch import Run
+from hf_granikv.disturbance import Disturbance
 from hf_granikv.kernels.decode_attention import (
     DecodeAttention,
     GroupStates,
@@ -31,8 +32,6 @@ from hf_granikv.views import AttentionState, GroupShape, PrivateTokens
 
 # rows of the table: one, a few, and many query rows that share a read
 _SHOWN_TILES = (1, 8, 64, 512)
-# of the time that all takes; idle it is 1 %, and beside a busy process for one of two processors 120 %
-_MOST_WAITED = 0.05
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -82,7 +81,7 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
         link = measured_link(device)
     report: list[str] = []
     if not has_ranks or torch.distributed.get_rank() == 0:
-        waited = waited_s()
+        disturbance = Disturbance()
         calibration = calibrate(
             device,
             backends={**BACKENDS, PerRowPath.name: PerRowPath(), PRIVATE: PrivatePath()},
@@ -91,14 +90,14 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
             budget_s=budget_s,
             link_bytes_per_s=link,
         )
-        lasted = time.perf_counter() - start
+        disturbed, lasted = disturbance.described(), time.perf_counter() - start
         path = calibration_path(device) if out is None else Path(out)
         write_calibration(path, calibration)
         report = [
             *_described(calibration),
             f"measured in {lasted:.0f} s, saved as {path}"
             + (", which is used from now on" if out is None else ""),
-            *_disturbed(waited_s() - waited, lasted),
+            *([disturbed] if disturbed else []),
         ]
     if has_ranks:
         # the others wait, so that they do not run beside what is measured
@@ -221,16 +220,6 @@ def _described(calibration: Calibration) -> list[str]:
             rates = "".join(f"{cost.rate.at(tile) / 1e9:>8.0f}" for tile in _SHOWN_TILES)
             lines.append(f"{'  ' + name:<32}{rates}{1e6 * cost.call_s:>9.0f} us")
     return lines
-
-
-def _disturbed(waited: float, lasted: float) -> list[str]:
-    if waited <= _MOST_WAITED * lasted:
-        return []
-    return [
-        f"DISTURBED: threads of this process waited {waited:.0f} s in all for a processor, so these "
-        "numbers say little of the device; calibrate again while nothing else runs, with no more threads "
-        "(OMP_NUM_THREADS) than there are processors."
-    ]
 
 
 def _gb_per_s(byte_s: float) -> str:

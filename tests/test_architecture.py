@@ -169,8 +169,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "demo_model": set(),
     "demo": {"cache", "demo_model", "multi_agent", "prompts", "settings", "timing"},
-    "bench": {"demo_model", "live_rows"},
-    "calibrating": {"backends", "dispatch", "kernels"},
+    "disturbance": set(),
+    "bench": {"demo_model", "disturbance", "live_rows"},
+    "calibrating": {"backends", "dispatch", "disturbance", "kernels"},
     "explaining": {"backends", "calibrating", "dispatch", "layer_kinds"},
     "cli": {"bench", "calibrating", "demo", "demo_model", "dispatch", "explaining"},
 }
@@ -210,7 +211,7 @@ WITHOUT_TRANSFORMERS = {
     *("part_work", "step_attention", "step_work", "gradients"),
     *("cut_prompts", "identity", "known_models", "visibility", "windows"),
     *("tensor_hash", "model_digest", "tensor_file", "prefix_file", "loaded_levels", "calibrating"),
-    *("engine_use", "row_budget"),
+    *("engine_use", "row_budget", "disturbance", "wording"),
 }
 
 

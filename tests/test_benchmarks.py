@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from argparse import Namespace
+from itertools import count
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from families import SHARED_PATH, VOCAB_SIZE
 from prompts import alone, logits_alone, tokens
 from torch import Tensor
 
+from hf_granikv import disturbance
 from hf_granikv.bench.agreement import TOLERANCES, ResultsDiffer
 from hf_granikv.bench.compiled import CompiledSteps, FrozenSteps, StaticCompiled
 from hf_granikv.bench.continuous import ContinuousBatching, continuous_unsupported
@@ -329,6 +331,28 @@ def test_a_change_of_threads_is_followed_by_a_step_that_is_not_timed() -> None:
     peers = [Noting(name) for name in "aBCd"]
     race(peers, torch.zeros(2, 1, 1), rotates=False, description="")
     assert " ".join(done) == "a (B) B C (d) d a (B) B C (d) d"
+
+
+@pytest.mark.parametrize(("steps_s", "is_told"), [(9, True), (0, False)])
+def test_a_race_beside_other_work_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    steps_s: int,
+    is_told: bool,
+) -> None:
+    class Idle(NoContext):
+        name, has_own_threads = "idle", False
+
+        def __init__(self) -> None:
+            pass
+
+        def step(self, ids: Tensor) -> Tensor:
+            return ids
+
+    monkeypatch.setattr(disturbance, "waited_s", count(step=steps_s).__next__)
+    race([Idle()], torch.zeros(2, 1, 1), rotates=False, description="2 rows")
+    told = "2 rows: DISTURBED: threads of this process waited 9 s" in capsys.readouterr().err
+    assert told == is_told
 
 
 @needs_continuous

@@ -6,7 +6,7 @@ import pytest
 from families import LOCAL, SHARED_PATH
 
 import hf_granikv
-from hf_granikv import calibrating, cli, demo_model
+from hf_granikv import cli, demo_model, disturbance
 from hf_granikv.dispatch import calibration, device_constants
 from hf_granikv.dispatch.calibration_file import read_calibration
 
@@ -178,10 +178,10 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(quick, 
 
 
 def test_a_calibration_beside_other_work_says_so(quick, capsys, monkeypatch):
-    monkeypatch.setattr(calibrating, "waited_s", count(step=9).__next__)
+    monkeypatch.setattr(disturbance, "waited_s", count(step=9).__next__)
     assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
     assert "DISTURBED: threads of this process waited 9 s" in capsys.readouterr().out
-    monkeypatch.setattr(calibrating, "waited_s", lambda: 9.0)
+    monkeypatch.setattr(disturbance, "waited_s", lambda: 9.0)
     assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
     assert "DISTURBED" not in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ import argparse
 import gc
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_granikv.bench.agreement import Agreement, ResultsDiffer, Tolerance, disagreements
 from hf_granikv.bench.peers import Peer, PeerAbsent, PeerFactory
 from hf_granikv.bench.workload import Workload
+from hf_granikv.disturbance import Disturbance
 
 # memory that peers of a few bytes, the compiler and steps take on the way
 _RESERVE_BYTES = 2e9
@@ -158,7 +160,7 @@ def checked_race(
 def race(
     peers: Sequence[Peer], tokens: Tensor, *, rotates: bool, description: str
 ) -> dict[str, Timing]:
-    """Times every step of each peer.
+    """Times every step of each peer; says so on stderr if other processes took the processors.
 
     Args:
         peers: They are prepared, and warm.
@@ -169,7 +171,7 @@ def race(
     """
     timings = {peer.name: Timing() for peer in peers}
     steps = tqdm(tokens, desc=description, unit="step", leave=False, disable=None)
-    last = peers[-1]
+    last, disturbance = peers[-1], Disturbance()
     for turn, ids in enumerate(steps):
         first = turn % len(peers) if rotates else 0
         for peer in [*peers[first:], *peers[:first]]:
@@ -180,6 +182,8 @@ def race(
             peer.step(ids)
             timing.seconds.append(time.perf_counter() - start)
             timing.growth_bytes = max(timing.growth_bytes or 0, resident_bytes() - before)
+    if disturbed := disturbance.described():
+        print(f"{description}: {disturbed}", file=sys.stderr)
     return timings
 
 

@@ -1,9 +1,7 @@
-"""Times of runs, and how long this process had no processor meanwhile."""
+"""Times of runs, as calibration and benchmarks of the dispatcher take them."""
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -52,16 +50,3 @@ class Stopwatch:
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1e3
-
-
-def waited_s() -> float:
-    """Seconds that threads of this process were ready to run so far and had no processor, all added.
-
-    0 where the kernel does not say: other systems than Linux.
-    """
-    total = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        # a thread may have ended since
-        with suppress(OSError):
-            total += int(file.read_text().split()[1])
-    return total / 1e9
