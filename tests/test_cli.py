@@ -6,7 +6,7 @@ import pytest
 from families import LOCAL, SHARED_PATH
 
 import hf_granikv
-from hf_granikv import cli, demo_model, disturbance
+from hf_granikv import calibrating, cli, demo_model, disturbance
 from hf_granikv.dispatch import calibration, device_constants
 from hf_granikv.dispatch.calibration_file import read_calibration
 
@@ -135,9 +135,20 @@ def test_unreachable_hub_is_noticed_quickly(monkeypatch):
 # ---- calibrate
 
 
+_measured = []
+
+
+def measured_once(*args, **options):
+    """What becomes of a measurement is tested here, for which one will do."""
+    if not _measured:
+        _measured.append(calibration.calibrate(*args, **options))
+    return _measured[0]
+
+
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Small operands, and a home of its own for what comes out."""
+    monkeypatch.setattr(calibrating, "calibrate", measured_once)
     monkeypatch.setattr(calibration, "STORE_BYTES", 16 << 20)
     monkeypatch.setattr(calibration, "_AT_LEAST", 8)
     monkeypatch.setattr(calibration, "_MAX_PRODUCTS", 1 << 22)
@@ -170,7 +181,10 @@ def test_calibrate_writes_where_it_is_told_to(quick, capsys):
     assert not (quick / "calibration").exists()
 
 
-def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(quick, capsys):
+def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(
+    quick, capsys, monkeypatch
+):
+    monkeypatch.setattr(calibrating, "calibrate", lambda *_, **__: pytest.fail("measured"))
     out = quick / "nowhere" / "here.json"
     assert cli.main(["calibrate", "--device", "cpu", "--out", str(out)]) == 2
     assert f"there is no folder {out.parent}; make it first" in capsys.readouterr().err

@@ -14,7 +14,9 @@ from numba.extending import intrinsic
 from hf_granikv.kernels._numba_llvm import FAST, I16, I32, I64, llvm_intrinsic, pointer
 
 _F32 = ir.FloatType()
-OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
+C_OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
+# of what compiled code alone calls: without the ways in from Python, which take long to compile
+OPTIONS = {**C_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 # numba links parts that it has optimised and optimises the whole again: what is kept on disk is not
 # the code that ran when it was compiled. At level 3, LLVM 22 lost a loop of one turn on the way
 _OPT_LEVEL = 2
@@ -32,10 +34,10 @@ def c_function(function: Callable[..., None]) -> Any:
     signature = types.void(types.CPointer(types.int64))
     with opt_level():
         try:
-            return cfunc(signature, cache=True, **OPTIONS)(function)
+            return cfunc(signature, cache=True, **C_OPTIONS)(function)
         except RuntimeError:
             # no folder to keep it in: each process compiles it
-            return cfunc(signature, **OPTIONS)(function)
+            return cfunc(signature, **C_OPTIONS)(function)
 
 
 @contextmanager

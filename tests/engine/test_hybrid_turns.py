@@ -1,5 +1,6 @@
 """Turns of hybrids: whatever their lengths and prefixes, those that answer are one forward."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,15 +26,22 @@ def hybrid_rig(tiny_model: Any, family: str, **options: Any) -> Rig:
     return Rig(model=tiny_model(family, vocab_size=len(TOKENIZER)), **options)
 
 
-def alone(rig: Rig, ids: list[int], seed: int | None = None, **options: Any) -> tuple[int, ...]:
+@cache
+def _alone(
+    model: Any, ids: tuple[int, ...], seed: int | None, options: tuple[tuple[str, Any], ...]
+) -> tuple[int, ...]:
     if seed is not None:
         torch.manual_seed(seed)
-    inputs = torch.tensor([ids])
+    inputs = torch.tensor([list(ids)])
     # the ids of an answer may contain the padding id
-    out = rig.model.generate(
-        inputs, attention_mask=torch.ones_like(inputs), use_cache=False, **options
+    out = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), use_cache=False, **dict(options)
     )
     return tuple(out[0, len(ids) :].tolist())
+
+
+def alone(rig: Rig, ids: list[int], seed: int | None = None, **options: Any) -> tuple[int, ...]:
+    return _alone(rig.model, tuple(ids), seed, tuple(sorted(options.items())))
 
 
 def run_counted(rig: Rig, at_step: dict[int, Any]) -> int:

@@ -1,5 +1,6 @@
 """What was reported of prompts of ordinary size, on a trained model, whose pad and end are one id."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -40,10 +41,15 @@ def text(real_model_folder: str) -> list[int]:
 
 
 def answered(
-    model: PreTrainedModel, rows: list[list[int]], cache: Any = None, **options: Any
+    model: PreTrainedModel,
+    rows: list[list[int]],
+    cache: Any = None,
+    *,
+    stock: DynamicCache | None = None,
+    **options: Any,
 ) -> list[list[int]]:
     """Gives the new tokens of each row; without a cache of ours, those of the stock one."""
-    inputs, held = left_padded(rows), cache or DynamicCache(config=model.config)
+    inputs, held = left_padded(rows), cache or stock or DynamicCache(config=model.config)
     model.set_attn_implementation("granikv" if cache else "sdpa")
     out = model.generate(
         **inputs,
@@ -88,5 +94,11 @@ def test_copies_over_a_long_prefix_are_one_answer(
     text = text[:2000]
     held, rows = prefilled(model, text), [[*text, *question] for question in questions]
     got = answered(model, [rows[0]] * 32 + [rows[1]] * 18, held, max_new_tokens=5)
-    one, other = (answered(model, [row], max_new_tokens=5)[0] for row in rows)
+    stock = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(torch.tensor([text]), **cached(stock), logits_to_keep=1)
+    one, other = (
+        answered(model, [row], stock=copy.deepcopy(stock), max_new_tokens=5)[0] for row in rows
+    )
     assert got == [one] * 32 + [other] * 18
