@@ -47,6 +47,11 @@ class Started:
     turns: list[Turn]
     run: EngineRun | None
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether all turns were, as by a runner that is closed."""
+        return all(turn.finish_reason == "cancelled" for turn in self.turns)
+
     def cancel(self) -> None:
         """Cancels all turns."""
         for turn in self.turns:
@@ -54,8 +59,8 @@ class Started:
 
     def reports(self) -> list[RunReport]:
         """Gives the figures, when all turns are done."""
-        shares = [each.agent.share for each in self.questions]
-        return [] if self.run is None else [self.run.report(self.turns, shares)]
+        agents = [each.agent for each in self.questions]
+        return [] if self.run is None else [self.run.report(self.turns, agents)]
 
 
 class Answering:

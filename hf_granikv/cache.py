@@ -170,14 +170,21 @@ class AsymmetricPagedCache(LoadingCache):
             This cache, for `model.generate(**prompts, cache=cache.bind(**prompts))`.
 
         Raises:
-            ValueError: If the shapes differ, or rows of layers with states would not all read the same.
+            ValueError: If the shapes differ, no prefix is held, or rows of layers with states would not all
+                read the same.
         """
         rows = rows_of_ids(input_ids, attention_mask)
-        salts, lookup = salts_of(salt, len(rows)), PrefixLookup(self._state.prefixes.all)
+        salts = salts_of(salt, len(rows))
+        if not self._state.prefixes:
+            raise ValueError(
+                "the cache holds no prefix that rows could be bound to; call cache.prefill first. Without "
+                "prefixes there is nothing to bind: leave it out, and rows go on as over a DynamicCache."
+            )
+        lookup = PrefixLookup(self._state.prefixes.all)
         leaves = lookup.leaves(rows, salts)
         self._served.check_together(leaves)
         self._state.prefixes.bind(leaves)
-        if why := lookup.why_less(rows, salts, leaves):
+        if not self._state.journal.has_warned and (why := lookup.why_less(rows, salts, leaves)):
             self._state.journal.warn_unshared(why)
         return self
 

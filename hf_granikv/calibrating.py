@@ -57,6 +57,8 @@ def usable_device(name: str | None) -> torch.device:
 def run_calibration(device: torch.device, budget_s: float, out: str | None) -> list[str]:
     """Measures a device and writes its file; under torchrun, the link between the ranks as well.
 
+    Where other processes had the processors meanwhile, only a file that was asked for is written.
+
     Args:
         device: The device.
         budget_s: Seconds to spend, about.
@@ -67,8 +69,10 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
 
     Raises:
         OSError: If the file cannot be written.
-        ValueError: If there is no folder for it.
+        ValueError: If there is no folder for it, or it is one.
     """
+    if out is not None and Path(out).is_dir():
+        raise ValueError(f"--out {out} is a folder; name a file in it.")
     if out is not None and not Path(out).absolute().parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {Path(out).parent}; make it first.")
     start = time.perf_counter()
@@ -91,14 +95,21 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
             link_bytes_per_s=link,
         )
         disturbed, lasted = disturbance.described(), time.perf_counter() - start
-        path = calibration_path(device) if out is None else Path(out)
-        write_calibration(path, calibration)
-        report = [
-            *_described(calibration),
-            f"measured in {lasted:.0f} s, saved as {path}"
-            + (", which is used from now on" if out is None else ""),
-            *([disturbed] if disturbed else []),
-        ]
+        path, taken = (
+            calibration_path(device) if out is None else Path(out),
+            f"measured in {lasted:.0f} s",
+        )
+        report = _described(calibration)
+        if disturbed:
+            report.append(disturbed)
+        if disturbed and out is None:
+            report.append(
+                f"{taken}, not saved; --out {path} keeps it all the same, for later runs."
+            )
+        else:
+            write_calibration(path, calibration)
+            used = ", which is used from now on" if out is None else ""
+            report.append(f"{taken}, saved as {path}{used}")
     if has_ranks:
         # the others wait, so that they do not run beside what is measured
         torch.distributed.barrier()

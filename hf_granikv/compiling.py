@@ -19,13 +19,13 @@ def compile_decode(model: Model, **options: Any) -> Model:
     """Lets `torch.compile` run the decode steps of a model over the caches of this package.
 
     A step of one token per row over a prefix is one graph, the same in every step and for every cache. The
-    first one is compiled, which takes seconds to minutes, and on a CPU a C++ compiler. Other forwards, and those over other caches, run as
+    first one is compiled, which takes seconds to minutes; on a CPU that needs a C++ compiler. Other forwards, and those over other caches, run as
     before: prompts, whose shapes differ, would be compiled again and again. `cache.explain()` counts
     forwards that ran as graphs.
 
     Args:
-        model: The model. Its `forward` is replaced; a second call replaces what the first one did, and
-            `del model.forward` undoes it.
+        model: The model. The `forward` of the transformers model that it is, or wraps, is replaced; a
+            second call replaces what the first one did, and `del model.forward` of that one undoes it.
         options: Of `torch.compile`.
 
     Returns:
@@ -33,7 +33,7 @@ def compile_decode(model: Model, **options: Any) -> Model:
 
     Raises:
         NotCompiledError: From the first step that cannot be compiled here. Nothing was computed then, so
-            after `del model.forward` a loop by hand can go on.
+            once `forward` is deleted a loop by hand can go on.
         ValueError: If it contains no transformers model.
     """
     inner: Any = transformers_model(model)
@@ -50,7 +50,7 @@ def compile_decode(model: Model, **options: Any) -> Model:
         try:
             return compiled(*args, **kwargs)
         except BackendCompilerFailed as error:
-            raise NotCompiledError(str(error)) from error
+            raise NotCompiledError(str(error), type(inner).__name__) from error
 
     run._itself, run._replaced = run, replaced  # type: ignore[attr-defined]
     # a method goes with a copy of the model

@@ -67,7 +67,8 @@ def check_is_there(name: str) -> None:
     Raises:
         ValueError: If there is nothing.
     """
-    path = Path(name).expanduser()
+    # as libraries below have it, ~ is no folder
+    path = Path(name)
     is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2
-    if is_path and not path.exists():
-        raise ValueError(f"there is no file or folder {name}.")
+    if not name or (is_path and not path.exists()):
+        raise ValueError(f"there is no file or folder {name!r}.")

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from tqdm.auto import tqdm
 
 from hf_granikv.accounting import dense_row_bytes
-from hf_granikv.agent import Reply
+from hf_granikv.agent import Agent, Reply
 from hf_granikv.engine.engine import Engine
 from hf_granikv.engine.turn import Turn
 from hf_granikv.report import RunReport
-from hf_granikv.shares import Share
 
 
 def replies_of(turns: Sequence[Turn]) -> list[Reply]:
@@ -50,13 +49,18 @@ class EngineRun:
         self._shared_before = journal.promoted_tokens, journal.once_tokens
         self._start_s = time.perf_counter()
 
-    def report(self, turns: Sequence[Turn], shares: Sequence[Share]) -> RunReport:
+    def report(self, turns: Sequence[Turn], agents: Sequence[Agent]) -> RunReport:
         """Gives the figures of its turns, which are done.
 
         Args:
             turns: The turns.
-            shares: What each of them reads.
+            agents: Who was asked in each.
         """
+        shares = [agent.share for agent in agents]
+        # what a turn leaves is noted within its last step
+        with self._engine.paused():
+            kept = [agent._memory.kept.parked for agent in agents]
+        parked = {id(row): row for row in kept if row is not None}
         first_s = max(turn.first_token_s or self._start_s for turn in turns)
         last_s = max(turn.last_token_s or self._start_s for turn in turns)
         num_generated = sum(len(turn.token_ids) for turn in turns)
@@ -78,13 +82,13 @@ class EngineRun:
             once_tokens=journal.once_tokens - once,
             generated_tokens=num_generated,
             decode_steps=max(t.last_step for t in turns) - max(t.first_step for t in turns),
-            decoded_tokens=num_generated - len(turns),
+            decoded_tokens=sum(max(0, len(turn.token_ids) - 1) for turn in turns),
             prefix_prefill_s=sum(share.prefill_s for share in read.values()),
             suffix_prefill_s=first_s - self._start_s,
             decode_s=last_s - first_s,
-            generate_s=time.perf_counter() - self._start_s,
+            generate_s=last_s - self._start_s,
             hot_bytes=sum(level.num_bytes for level in levels) + self._engine.level_bytes,
-            cold_bytes=self._engine.idle_bytes + self._engine.row_bytes,
+            cold_bytes=sum(row.num_bytes for row in parked.values()),
             dense_equivalent_bytes=sum(
                 dense_row_bytes(
                     share.cache.rows.layers,

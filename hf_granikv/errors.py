@@ -94,15 +94,17 @@ class NotCompiledError(RuntimeError):
 
     Args:
         why: Its own words.
+        name: The class of the model.
     """
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, name: str) -> None:
         # what follows tells how to see more of torch
         first = why.strip().partition("\n\n")[0]
         super().__init__(
             f"the decode step could not be compiled ({' '.join(first.split())}). torch.compile needs a "
             "C++ compiler on a CPU, found as g++ or named by the environment variable CXX, and Triton on "
-            "a GPU; without, del model.forward and run the model as it is."
+            f"a GPU. To go on without, delete the attribute forward of the {name}, which may lie inside of "
+            "a wrapper."
         )
 
 

@@ -16,7 +16,7 @@ class HeldPrefixes:
 
     Attributes:
         bound: What the rows of the next batch start from; None for the only prefix there is.
-        is_emptied: Whether all were dropped at once, and none has come since.
+        is_emptied: Whether there were some, and the last was dropped.
     """
 
     def __init__(self, hot: HotPool) -> None:
@@ -109,6 +109,7 @@ class HeldPrefixes:
         if found is None:
             raise ValueError(f"this cache does not hold {prefix}; release a prefix it prefilled.")
         self._holds.remove(found)
+        self.is_emptied = not self
         found[1]()
         if self.bound is not None and not self.serve(self.bound):
             self.bound = None
@@ -129,4 +130,4 @@ class HeldPrefixes:
         for prefix, _ in other._holds:
             self.hot.acquire(prefix)
             self.take(prefix)
-        self.bound = other.bound
+        self.bound, self.is_emptied = other.bound, other.is_emptied

@@ -11,8 +11,9 @@ from hf_granikv.pools.hot import prefix_digest
 
 Ints = NDArray[np.int64]
 
-# tokens at the end of a text that may be others where more text follows
-_MOST_SEAM = 2
+# of a text, tokens at its end that may be others where more text follows, and the least before them:
+# short texts, such as tags, differ in their last tokens on purpose
+_MOST_SEAM, _LEAST_HEAD = 2, 16
 _SEAM = (
     "Text that ends a prefix may be cut into other tokens where more text follows; end it in a line "
     "break, or concatenate ids."
@@ -30,6 +31,8 @@ class PrefixLookup:
         known = {level.digest: level for prefix in prefixes for level in prefix.chain}
         self._by_digest = known
         self._lengths: dict[bytes, set[int]] = defaultdict(set)
+        # by what comes before: prefixes by their salt and all but their last tokens
+        self._heads: dict[bytes, dict[tuple[str | None, bytes], Prefix]] = {}
         for level in known.values():
             ahead = b"" if level.parent is None else level.parent.digest
             self._lengths[ahead].add(level.num_tokens)
@@ -80,21 +83,39 @@ class PrefixLookup:
             return f"nothing is shared: {self._why_none(rows, salts)}"
         for i, (row, salt, leaf) in enumerate(zip(rows, salts, leaves, strict=True)):
             start = 0 if leaf is None else leaf.stop
-            for level in self._by_digest.values():
-                if level.salt != salt or level.parent is not leaf:
-                    continue
+            if (level := self._nearly(row[start:], salt, leaf)) is not None:
                 num_common = _num_common(row[start:], level.token_ids.numpy())
-                if _MOST_SEAM >= level.num_tokens - num_common < num_common:
-                    return (
-                        f"less is shared than could be: after {start} tokens that it shares, row {i} "
-                        f"has the first {num_common} of a prefix of {level.num_tokens} more, and reads "
-                        f"none of them. {_SEAM}"
-                    )
+                if start + num_common == len(row):
+                    continue
+                return (
+                    f"less is shared than could be, if row {i} was to begin with all of a prefix: after "
+                    f"{start} tokens that it shares it has the first {num_common} of {level.num_tokens} more, "
+                    f"and reads none of them. {_SEAM}"
+                )
         return None
 
+    def _nearly(self, ids: Ints, salt: str | None, parent: Prefix | None) -> Prefix | None:
+        """A prefix that ids begin with but for its last tokens, in whose place they have others."""
+        ahead = b"" if parent is None else parent.digest
+        lengths = self._lengths.get(ahead)
+        if not lengths:
+            return None
+        if ahead not in self._heads:
+            self._heads[ahead] = {
+                (level.salt, level.token_ids.numpy()[:-num_seam].tobytes()): level
+                for level in self._by_digest.values()
+                for num_seam in range(1, _MOST_SEAM + 1)
+                if level.parent is parent
+            }
+        heads = {length - num_seam for length in lengths for num_seam in range(1, _MOST_SEAM + 1)}
+        found = (
+            self._heads[ahead].get((salt, ids[:head].tobytes()))
+            for head in sorted(heads, reverse=True)
+            if _LEAST_HEAD <= head < len(ids)
+        )
+        return next((level for level in found if level is not None), None)
+
     def _why_none(self, rows: Sequence[Ints], salts: Sequence[str | None]) -> str:
-        if not self._by_digest:
-            return "the cache holds no prefix; call cache.prefill before cache.bind."
         best, of, at = 0, 0, None
         for i, (row, salt) in enumerate(zip(rows, salts, strict=True)):
             for level in self._by_digest.values():

@@ -257,8 +257,7 @@ class MultiAgentRunner(OneOfAKind):
     ) -> Iterator[tuple[str, str]]:
         """Asks every given agent its message; gives `(name, piece of text)` as pieces come.
 
-        Each history grows when its answer is there. An error is raised when all others have ended.
-        Whoever stops listening cancels what goes on.
+        Histories grow with their answers. Errors come when all have ended. Who stops listening cancels.
         """
         started = self._submit(messages, seed, generation_kwargs)
         return named(Merged(started.turns), partial(self._note, started))
@@ -308,7 +307,8 @@ class MultiAgentRunner(OneOfAKind):
             return self._answering.start(questions, keeps_history=True)
 
     def _note(self, started: Started) -> None:
-        self._report = RunReport.joined(started.reports())
+        if not started.is_cancelled:
+            self._report = RunReport.joined(started.reports())
 
     def _finish(
         self, questions: list[Question], replies: dict[str, Reply], reports: list[RunReport]

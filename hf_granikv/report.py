@@ -29,7 +29,7 @@ class RunReport:
         decode_s: Seconds from there to the last token.
         generate_s: Seconds altogether.
         hot_bytes: Bytes of the stored prefixes, and of what agents share after them.
-        cold_bytes: Bytes of the agents' private tokens.
+        cold_bytes: Bytes of the private tokens of the agents asked.
         dense_equivalent_bytes: Bytes that a `DynamicCache` would hold for the same rows.
         backend_steps: How many steps each backend ran.
     """

@@ -283,8 +283,9 @@ class CacheState(BatchRows):
             )
         if not self.num_rows and self.prefixes.is_emptied:
             self.journal.warn_unshared(
-                "nothing is shared: cache.invalidate() has dropped the prefix, and none has been stored "
-                "since; call cache.prefill."
+                "nothing is shared: the prefix was dropped by cache.invalidate() or release(), and none has "
+                "been stored since; call cache.prefill. Until then rows go on from one call to the next, as "
+                "over a DynamicCache, unless cache.reset() comes between."
             )
         reads = self.reads if self.num_rows else RowPrefixes.whole([None] * num_rows)
         return Layout(not self.num_rows, reads, all_tokens(num_rows, q_len), is_full=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -268,6 +269,33 @@ def test_a_stream_that_is_broken_off_is_in_no_report(runner):
     next(pieces)
     pieces.close()
     assert runner.report() == RunReport()
+
+
+def test_a_stream_that_ends_with_its_runner_is_in_no_report(model, runner):
+    other = new_runner(model, runner.tokenizer)
+    pieces = other.stream(MESSAGES, **LONG)
+    other.close()
+    assert "".join(piece for _, piece in pieces) == ""
+    assert other.report() == RunReport()
+
+
+def test_a_report_is_of_the_agents_that_were_asked_and_of_the_time_they_took(runner):
+    runner.run(MESSAGES, **LONG)
+    alone = {"ann": "And then?"}
+    whole = runner.report()
+    for _ in runner.stream(alone, **LONG):
+        pass
+    report = runner.report()
+    assert report.num_agents == 1
+    # conversations of one length or nearly so, one of which is longer now
+    assert report.cold_bytes < whole.cold_bytes
+    assert report.dense_equivalent_bytes > report.cold_bytes
+    pieces = runner.stream(alone, **LONG)
+    first = next(pieces)
+    assert runner.agents["ann"]._turn.wait(60)
+    time.sleep(1.0)
+    assert [first, *pieces]
+    assert runner.report().generate_s < 1.0
 
 
 def test_arun_gives_what_run_gives(model, runner):

@@ -7,6 +7,7 @@ from families import LOCAL, SHARED_PATH
 
 import hf_granikv
 from hf_granikv import calibrating, cli, demo_model, disturbance
+from hf_granikv.config import check_is_there
 from hf_granikv.dispatch import calibration, device_constants
 from hf_granikv.dispatch.calibration_file import read_calibration
 
@@ -153,6 +154,7 @@ def quick(monkeypatch, tmp_path):
     monkeypatch.setattr(calibration, "_AT_LEAST", 8)
     monkeypatch.setattr(calibration, "_MAX_PRODUCTS", 1 << 22)
     monkeypatch.setattr(device_constants, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(disturbance, "waited_s", lambda: 0.0)
     device_constants._constants.cache_clear()
     yield tmp_path
     device_constants._constants.cache_clear()
@@ -164,6 +166,7 @@ def test_calibrate_measures_and_its_file_is_used_from_then_on(quick, capsys):
     (path,) = (quick / "calibration").iterdir()
     report = capsys.readouterr().out
     assert f"saved as {path}, which is used from now on" in report
+    assert "DISTURBED" not in report
     for fact in ("launch ", "reading ", "merging ", "gathering ", "bfloat16, matrix product"):
         assert fact in report
     assert "between ranks" not in report
@@ -189,15 +192,23 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(
     assert cli.main(["calibrate", "--device", "cpu", "--out", str(out)]) == 2
     assert f"there is no folder {out.parent}; make it first" in capsys.readouterr().err
     assert not out.parent.exists()
+    assert cli.main(["calibrate", "--device", "cpu", "--out", str(quick)]) == 2
+    assert f"--out {quick} is a folder" in capsys.readouterr().err
 
 
-def test_a_calibration_beside_other_work_says_so(quick, capsys, monkeypatch):
+def test_a_calibration_beside_other_work_is_kept_only_where_it_is_asked_for(
+    quick, capsys, monkeypatch
+):
+    out, calibrate = quick / "kept.json", ["calibrate", "--device", "cpu", "--seconds", "1"]
     monkeypatch.setattr(disturbance, "waited_s", count(step=9).__next__)
-    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
-    assert "DISTURBED: threads of this process waited 9 s" in capsys.readouterr().out
-    monkeypatch.setattr(disturbance, "waited_s", lambda: 9.0)
-    assert cli.main(["calibrate", "--device", "cpu", "--seconds", "1"]) == 0
-    assert "DISTURBED" not in capsys.readouterr().out
+    assert cli.main(calibrate) == 0
+    report = capsys.readouterr().out
+    assert "DISTURBED: threads of this process waited 9 s" in report
+    assert f"not saved; --out {quick / 'calibration'}" in report
+    assert not (quick / "calibration").exists()
+    assert cli.main([*calibrate, "--out", str(out)]) == 0
+    assert "DISTURBED" in capsys.readouterr().out
+    assert read_calibration(out).threads > 0
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan", "1e9"])
@@ -261,10 +272,17 @@ def test_explain_tells_kinds_of_layers_apart(tmp_path, capsys):
     ("argv", "text"),
     [
         (["some-model"], "give the path of its config.json, or one of smollm2-135m"),
-        (["/nonexistent/model"], "(there is no file or folder /nonexistent/model); give the path"),
+        (
+            ["/nonexistent/model"],
+            "(there is no file or folder '/nonexistent/model'); give the path",
+        ),
+        (["~/model"], "there is no file or folder '~/model'"),
+        (["./model"], "there is no file or folder './model'"),
+        (["a/b/c"], "there is no file or folder 'a/b/c'"),
+        ([""], "there is no file or folder ''"),
         (["qwen3-8b", "--device", "abacus"], "known on paper: a100, h100, h200"),
     ],
-    ids=["model", "path", "device"],
+    ids=["model", "path", "home", "here", "deep", "empty", "device"],
 )
 def test_explain_says_what_it_knows(monkeypatch, capsys, argv, text):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -273,6 +291,11 @@ def test_explain_says_what_it_knows(monkeypatch, capsys, argv, text):
     assert error.startswith("granikv explain: ")
     assert text in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["gpt2", "org/model.v1", "a-b/c_d"])
+def test_ids_of_the_hub_are_no_paths(name):
+    check_is_there(name)
 
 
 def test_explain_refuses_models_whose_attention_it_does_not_know(tmp_path, capsys):

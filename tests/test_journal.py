@@ -1,5 +1,6 @@
 """What a cache notes: each group with its path and times, and one warning where nothing is shared."""
 
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -253,39 +254,107 @@ def test_another_tenants_prefix_is_not_spoken_of(model: PreTrainedModel) -> None
     assert "20" not in told
 
 
-def test_a_child_whose_last_token_was_cut_otherwise_is_told_of(model: PreTrainedModel) -> None:
-    cache, child = AsymmetricPagedCache(model.config), tokens(6, seed=5)
+CHILD, OTHER = tokens(20, seed=5), tokens(20, seed=4)
+
+
+def with_children(model: PreTrainedModel) -> AsymmetricPagedCache:
+    cache = AsymmetricPagedCache(model.config)
     root = cache.prefill(model, prefix_ids())
-    cache.prefill(model, prefix_ids(child), parent=root)
-    ends_otherwise, other = [*child[:5], child[5] + 1], tokens(6, seed=4)
-    near = left_padded([[*PREFIX, *child, 7], [*PREFIX, *ends_otherwise, 7]])
-    apart = left_padded([[*PREFIX, *child, 7], [*PREFIX, *child[:3], *other, 7]])
-    assert unshared(partial(cache.bind, **apart)) == []
+    child = cache.prefill(model, prefix_ids(CHILD), parent=root)
+    cache.prefill(model, prefix_ids(OTHER), parent=child)
+    cache.prefill(model, prefix_ids(OTHER[:8]), parent=root)
+    return cache
+
+
+@pytest.mark.parametrize("num_same", [19, 18])
+def test_a_child_whose_last_tokens_were_cut_otherwise_is_told_of(
+    model: PreTrainedModel, num_same: int
+) -> None:
+    cache = with_children(model)
+    near = left_padded([[*PREFIX, *CHILD, 7], [*PREFIX, *CHILD[:num_same], CHILD[num_same] + 1, 7]])
     (told,) = unshared(partial(cache.bind, **near))
-    assert "after 20 tokens that it shares, row 1 has the first 5 of a prefix of 6 more" in told
+    assert f"after 20 tokens that it shares it has the first {num_same} of 20 more" in told
+    assert "if row 1 was to begin with all of a prefix" in told
     assert unshared(partial(cache.bind, **near)) == []
 
 
-def test_who_binds_before_anything_is_stored_is_told(model: PreTrainedModel) -> None:
-    cache = AsymmetricPagedCache(model.config)
-    prompts = left_padded(whole(suffixes(3, 4)))
-    (told,) = unshared(partial(cache.bind, **prompts))
-    assert "the cache holds no prefix; call cache.prefill before cache.bind" in told
-
-
-def test_rows_after_invalidate_are_told_that_nothing_was_stored_anew(
-    model: PreTrainedModel,
+@pytest.mark.parametrize(
+    "row",
+    [
+        [*CHILD[:17], *tokens(9, seed=3)],
+        CHILD[:19],
+        [*OTHER[:7], OTHER[7] + 1, 7],
+        [*OTHER[:19], OTHER[19] + 1, 7],
+    ],
+    ids=["another text", "a row that ends", "a tag", "what another one extends"],
+)
+def test_rows_that_are_to_share_no_more_are_told_nothing(
+    model: PreTrainedModel, row: list[int]
 ) -> None:
+    cache = with_children(model)
+    prompts = left_padded([[*PREFIX, *CHILD, 7], [*PREFIX, *row]])
+    assert unshared(partial(cache.bind, **prompts)) == []
+
+
+def test_nobody_is_told_how_near_another_tenants_prefix_is(model: PreTrainedModel) -> None:
+    cache = AsymmetricPagedCache(model.config)
+    cache.prefill(model, prefix_ids(), salt="ours")
+    cache.prefill(model, prefix_ids(CHILD), salt="theirs")
+    prompts = left_padded([[*PREFIX, 7], [*CHILD[:19], CHILD[19] + 1, 7]])
+    assert unshared(partial(cache.bind, **prompts, salt="ours")) == []
+
+
+def test_rows_cannot_be_bound_before_anything_is_stored(model: PreTrainedModel) -> None:
+    """They would go on from one `generate` call to the next, as over a `DynamicCache`."""
     cache, prompts = prefilled(model), left_padded(whole(suffixes(3, 4)))
-    run = partial(new_tokens, model, prompts, **cached(cache))
     cache.invalidate()
-    cache.prefill(model, prefix_ids())
-    assert unshared(run) == []
+    for empty in (AsymmetricPagedCache(model.config), cache):
+        with pytest.raises(ValueError, match=r"holds no prefix .* call cache\.prefill first"):
+            empty.bind(**prompts)
+
+
+def released(cache: AsymmetricPagedCache) -> AsymmetricPagedCache:
+    (prefix,) = cache.rows.prefixes.all
+    cache.release(prefix)
+    return cache
+
+
+def invalidated(cache: AsymmetricPagedCache) -> AsymmetricPagedCache:
     cache.invalidate()
-    (told,) = unshared(run)
-    assert "cache.invalidate() has dropped the prefix, and none has been stored since" in told
-    never = partial(new_tokens, model, prompts, **cached(AsymmetricPagedCache(model.config)))
-    assert unshared(never) == []
+    return cache
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        released,
+        invalidated,
+        lambda cache: invalidated(invalidated(cache)),
+        lambda cache: invalidated(cache).fork(),
+        lambda cache: copy.deepcopy(released(cache)),
+    ],
+    ids=["release", "invalidate", "twice", "fork", "deepcopy"],
+)
+def test_rows_after_the_last_prefix_went_are_told_that_none_was_stored_anew(
+    model: PreTrainedModel, drop: Callable[[Any], Any]
+) -> None:
+    cache, prompts = drop(prefilled(model)), left_padded(whole(suffixes(3, 4)))
+    (told,) = unshared(partial(new_tokens, model, prompts, **cached(cache)))
+    assert "the prefix was dropped by cache.invalidate() or release(), and none has been" in told
+    assert "as over a DynamicCache, unless cache.reset() comes between" in told
+
+
+def test_a_loop_that_stores_its_prefix_anew_is_told_nothing(model: PreTrainedModel) -> None:
+    """Nor who never stored any."""
+    cache, prompts = AsymmetricPagedCache(model.config), left_padded(whole(suffixes(3, 4)))
+    never = AsymmetricPagedCache(model.config)
+    never.invalidate()
+    assert unshared(partial(new_tokens, model, prompts, **cached(never))) == []
+    for _ in range(2):
+        cache.invalidate()
+        cache.prefill(model, prefix_ids())
+        cache.release(cache.prefill(model, prefix_ids(OTHER)))
+        assert unshared(partial(new_tokens, model, prompts, **cached(cache))) == []
 
 
 def test_one_row_that_starts_with_a_prefix_is_enough(model: PreTrainedModel) -> None:

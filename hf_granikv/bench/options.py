@@ -49,8 +49,10 @@ def check_common(arguments: argparse.Namespace) -> None:
 
     Raises:
         ImportError: Plots are wanted, and matplotlib is not there.
-        ValueError: A folder of a file to write is not there.
+        ValueError: A folder of a file to write is not there, or the file is one.
     """
+    if arguments.out and Path(arguments.out).is_dir():
+        raise ValueError(f"--out {arguments.out} is a folder; name a file in it.")
     if arguments.out and not Path(arguments.out).absolute().parent.is_dir():
         raise ValueError(
             f"--out {arguments.out}: the folder {Path(arguments.out).absolute().parent} does not "

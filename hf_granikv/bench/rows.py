@@ -98,9 +98,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ValueError: There is no such file, or a line of it is none.
     """
     if not path.is_file():
-        raise ValueError(
-            f"there is no file {path}; give one that `granikv bench --out` has written."
-        )
+        raise ValueError(f"{path} is no file; give one that `granikv bench --out` has written.")
     kept = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:

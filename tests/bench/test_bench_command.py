@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_loaded_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["bench", "decode", "--model", str(tmp_path / "nowhere")]) == 2
-    assert f"there is no file or folder {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    assert f"there is no file or folder '{tmp_path / 'nowhere'}'" in capsys.readouterr().err
     assert cli.main(["bench", "decode", "--model", str(tmp_path)]) == 2
     assert f"granikv bench: --model {tmp_path} cannot be loaded" in capsys.readouterr().err
 
@@ -241,7 +241,9 @@ def test_show_prints_tables_of_results_that_are_there(
     assert cli.main(["bench", "show", str(tmp_path / "empty.jsonl")]) == 2
     assert "empty.jsonl holds no rows" in capsys.readouterr().err
     assert cli.main(["bench", "show", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl; give one that `granikv bench --out` has" in capsys.readouterr().err
+    assert (
+        "none.jsonl is no file; give one that `granikv bench --out` has" in capsys.readouterr().err
+    )
 
 
 def test_an_empty_cache_that_decodes_otherwise_is_noticed(
