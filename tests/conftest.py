@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import CPU_TABLE
 from families import DENSE_ROUTE, HYBRIDS, LOCAL, REFUSED, SHARED_PATH
 from filelock import FileLock
 from hypothesis import settings
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_granikv import demo_model
 from hf_granikv.dispatch import device_constants
-from hf_granikv.dispatch.known_devices import AVX2, GPU
+from hf_granikv.dispatch.known_devices import GPU
 from hf_granikv.engine.batch import Batch
 from hf_granikv.errors import ColdPoolFullError, TornStateError
 
@@ -50,7 +51,7 @@ def _one_cpu(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What this machine is, and was measured to do, changes no test."""
     nowhere = tmp_path_factory.mktemp("home")
     device_constants.user_folder = lambda: nowhere
-    device_constants.built_in_constants = lambda device: AVX2 if device.type == "cpu" else GPU
+    device_constants.built_in_constants = lambda device: CPU_TABLE if device.type == "cpu" else GPU
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_granikv import AsymmetricPagedCache
 from hf_granikv.backends import BACKENDS
-from hf_granikv.dispatch.device_constants import amx_table, avx512_table
+from hf_granikv.dispatch.device_constants import amx_table, avx2_table, avx512_table
 from hf_granikv.dispatch.fusing import fusing_cost
-from hf_granikv.dispatch.known_devices import AVX2
 from hf_granikv.dispatch.roofline import DeviceConstants
 from hf_granikv.views import GroupShape
 
@@ -84,7 +83,7 @@ def test_a_parent_goes_when_nobody_holds_or_extends_it(
 
 
 @pytest.mark.parametrize(
-    "constants", [AVX2, avx512_table(), amx_table()], ids=lambda found: found.name
+    "constants", [avx2_table(), avx512_table(), amx_table()], ids=lambda found: found.name
 )
 def test_copies_do_not_pay_where_the_tokens_are_many_or_merges_cheap(
     constants: DeviceConstants,

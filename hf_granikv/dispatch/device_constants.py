@@ -12,7 +12,7 @@ import torch
 
 from hf_granikv.config import user_folder
 from hf_granikv.dispatch.calibration_file import CalibrationFileError, read_calibration
-from hf_granikv.dispatch.known_devices import AVX2, BUILT_IN, GPU
+from hf_granikv.dispatch.known_devices import BUILT_IN, GPU
 from hf_granikv.dispatch.roofline import DeviceConstants
 from hf_granikv.processor import has_tiles, is_avx512
 
@@ -58,7 +58,7 @@ def built_in_constants(device: torch.device) -> DeviceConstants:
         return GPU
     if has_tiles():
         return amx_table()
-    return avx512_table() if is_avx512() else AVX2
+    return avx512_table() if is_avx512() else avx2_table()
 
 
 @lru_cache
@@ -95,6 +95,12 @@ def amx_table() -> DeviceConstants:
 def avx512_table() -> DeviceConstants:
     """Gives the table of a CPU with AVX-512 and without AMX: a calibration of one, with two threads."""
     return _calibrated("avx512.json", "a CPU with AVX-512")
+
+
+@lru_cache
+def avx2_table() -> DeviceConstants:
+    """Gives the table of other CPUs: a calibration of one whose libraries were kept to AVX2, two threads."""
+    return _calibrated("avx2.json", "a CPU with AVX2")
 
 
 def _calibrated(file_name: str, name: str) -> DeviceConstants:

@@ -5,17 +5,6 @@ from hf_granikv.dispatch.roofline import DeviceConstants
 BUILT_IN = "built-in table, not measured here; granikv calibrate measures this device"
 _ON_PAPER = "predicted on paper, not measured"
 
-# fitted to 52 shapes, 2 threads of an AVX2 CPU, float32 and bfloat16: the pick is within 12 % of the
-# best; a launch stands for a torch operation with its share of views and thread wake-ups
-AVX2 = DeviceConstants.from_peaks(
-    {"float32": 130e9, "bfloat16": 130e9, "float16": 130e9},
-    bandwidth_bytes_per_s=18e9,
-    launch_s=25e-6,
-    half_rate_rows=12.0,
-    efficiency={"batched_gemm": 0.6, "per_row": 0.9},
-    name="a CPU with AVX2",
-    origin=BUILT_IN,
-)
 # not measured: round figures of a data-centre card
 GPU = DeviceConstants.from_peaks(
     {"float32": 60e12, "bfloat16": 400e12, "float16": 400e12},

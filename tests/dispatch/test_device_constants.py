@@ -3,11 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from devices import CPU_TABLE
 
 from hf_granikv.dispatch import device_constants
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import (
     amx_table,
+    avx2_table,
     avx512_table,
     built_in_constants,
     calibration_path,
@@ -15,10 +17,10 @@ from hf_granikv.dispatch.device_constants import (
     device_name,
     threads_of,
 )
-from hf_granikv.dispatch.known_devices import AVX2, GPU
+from hf_granikv.dispatch.known_devices import GPU
 
 CPU = torch.device("cpu")
-BUILT_INS = [AVX2, avx512_table(), amx_table()]
+BUILT_INS = [avx2_table(), avx512_table(), amx_table()]
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def home(monkeypatch, tmp_path):
 
 
 def calibration(**changed) -> Calibration:
-    constants = replace(AVX2, launch_s=123e-6)
+    constants = replace(CPU_TABLE, launch_s=123e-6)
     ours = Calibration(device_name(CPU), threads_of(CPU), torch.__version__, constants)
     return replace(ours, **changed)
 
@@ -45,7 +47,7 @@ def test_a_device_without_a_calibration_has_a_table_and_no_warning(home):
 
 @pytest.mark.parametrize(
     ("is_avx512", "has_tiles", "table"),
-    [(False, False, AVX2), (True, False, avx512_table()), (True, True, amx_table())],
+    [(False, False, avx2_table()), (True, False, avx512_table()), (True, True, amx_table())],
 )
 def test_the_table_of_a_cpu_goes_by_what_the_processor_has(
     home, monkeypatch, is_avx512, has_tiles, table

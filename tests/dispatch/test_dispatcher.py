@@ -2,11 +2,11 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from devices import CPU_TABLE
 
 from hf_granikv.backends import BACKENDS
 from hf_granikv.dispatch import Dispatcher
-from hf_granikv.dispatch.device_constants import amx_table, avx512_table
-from hf_granikv.dispatch.known_devices import AVX2
+from hf_granikv.dispatch.device_constants import amx_table, avx2_table, avx512_table
 from hf_granikv.dispatch.roofline import DeviceConstants, Work
 from hf_granikv.views import GroupShape
 
@@ -139,7 +139,7 @@ def test_the_regime_names_the_bound(constants, regime):
 def test_a_cpu_with_avx2_shares_from_a_few_rows_on(rows, prefix_len, expected):
     shape = SHAPE._replace(num_rows=rows, prefix_len=prefix_len)
 
-    dispatcher = Dispatcher(backends=BACKENDS, constants=AVX2)
+    dispatcher = Dispatcher(backends=BACKENDS, constants=CPU_TABLE)
 
     assert dispatcher.choose(shape, "cpu").backend_name == expected
 
@@ -186,13 +186,13 @@ def test_another_prefix_altogether_is_no_earlier_choice():
 
 
 def test_a_decision_says_where_its_numbers_come_from():
-    dispatcher = Dispatcher(backends=BACKENDS, constants=AVX2)
+    dispatcher = Dispatcher(backends=BACKENDS, constants=avx2_table())
 
     assert dispatcher.choose(SHAPE, "cpu").origin.startswith("built-in table")
 
 
 @pytest.mark.parametrize(
-    "constants", [AVX2, avx512_table(), amx_table()], ids=lambda found: found.name
+    "constants", [avx2_table(), avx512_table(), amx_table()], ids=lambda found: found.name
 )
 def test_a_choice_takes_less_than_fifty_microseconds(constants):
     """The fastest of many: what else runs on the machine is not the dispatcher's."""

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from devices import CPU_TABLE
 from prompts import PREFIX, cached, left_padded, new_tokens, prefilled, suffixes, whole
 
 from hf_granikv.backends import BACKENDS
-from hf_granikv.dispatch.known_devices import AVX2, ON_PAPER
+from hf_granikv.dispatch.known_devices import ON_PAPER
 from hf_granikv.dispatch.prediction import Load, ModelShape, predict_kinds
 from hf_granikv.dispatch.roofline import DeviceConstants, predict_s
 from hf_granikv.explaining import model_shape
@@ -17,7 +18,7 @@ MODEL = ModelShape("a model", 9, 3, 64, (FULL, LOCAL, FULL, LOCAL, LOCAL), "floa
 LOAD = Load(num_rows=16, prefix_len=4096, suffix_len=50)
 
 
-def kinds(model: ModelShape = MODEL, load: Load = LOAD, constants: DeviceConstants = AVX2):
+def kinds(model: ModelShape = MODEL, load: Load = LOAD, constants: DeviceConstants = CPU_TABLE):
     return predict_kinds(model, load, constants=constants, backends=BACKENDS)
 
 
@@ -29,7 +30,7 @@ def test_a_backend_takes_what_the_dispatcher_would_predict():
     full, _ = kinds()
 
     for name, backend in BACKENDS.items():
-        want = predict_s(backend.work(full.shape), AVX2, name, "float32")
+        want = predict_s(backend.work(full.shape), CPU_TABLE, name, "float32")
         assert full.prefix_s[name] == pytest.approx(want)
     assert full.shape.prefix_len == 4096
     assert full.ours_s == pytest.approx(full.suffix_s + full.prefix_s[full.fastest])

@@ -1,9 +1,9 @@
 """Predicted gain of one stored prefix, or of a level more, over a copy in every row."""
 
 import pytest
+from devices import CPU_TABLE
 
 from hf_granikv.backends import BACKENDS
-from hf_granikv.dispatch.known_devices import AVX2
 from hf_granikv.dispatch.sharing import level_gain_s, merging_gain_s, sharing_gain_s
 from hf_granikv.views import GroupShape
 
@@ -17,7 +17,7 @@ def gain_s(shape: GroupShape, num_steps: int, hidden_size: int = 576) -> float:
         shape,
         hidden_size=hidden_size,
         num_steps=num_steps,
-        constants=AVX2,
+        constants=CPU_TABLE,
         backends=BACKENDS,
     )
 
@@ -76,7 +76,7 @@ def level_us(num_rows: int, num_tokens: int, *, num_saved: int = 0, num_steps: i
         hidden_size=576,
         num_saved=num_saved,
         num_steps=num_steps,
-        constants=AVX2,
+        constants=CPU_TABLE,
         backends=BACKENDS,
     )
 
@@ -101,7 +101,7 @@ def merging_us(num_before: int, num_tokens: int, num_steps: int = 1) -> float:
         SHAPE._replace(prefix_len=num_tokens),
         num_before,
         num_steps=num_steps,
-        constants=AVX2,
+        constants=CPU_TABLE,
         backends=BACKENDS,
     )
 
