@@ -65,7 +65,8 @@ def described(state: CacheState) -> str:
         f"{counted(g.num_rows_of(state.num_rows), 'row')} over tokens {g.start} to {g.stop}"
         for g in readings
     ]
-    return f"{counted(state.num_rows, 'row')} over {counted(len(readings), 'prefix', 'prefixes')} ({'; '.join(described)})"
+    prefixes = counted(len(readings), "prefix", "prefixes")
+    return f"{counted(state.num_rows, 'row')} over {prefixes} ({'; '.join(described)})"
 
 
 def dense_row_bytes(layers: Sequence[LayerKind], prefix: Prefix, num_tokens: int) -> int:

@@ -19,9 +19,9 @@ def compile_decode(model: Model, **options: Any) -> Model:
     """Lets `torch.compile` run the decode steps of a model over the caches of this package.
 
     A step of one token per row over a prefix is one graph, the same in every step and for every cache. The
-    first one is compiled, which takes seconds to minutes; on a CPU that needs a C++ compiler. Other forwards, and those over other caches, run as
-    before: prompts, whose shapes differ, would be compiled again and again. `cache.explain()` counts
-    forwards that ran as graphs.
+    first one is compiled, which takes seconds to minutes; on a CPU that needs a C++ compiler. Other
+    forwards, and those over other caches, run as before: prompts, whose shapes differ, would be compiled
+    again and again. `cache.explain()` counts forwards that ran as graphs.
 
     Args:
         model: The model. The `forward` of the transformers model that it is, or wraps, is replaced; a

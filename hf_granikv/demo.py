@@ -168,7 +168,7 @@ def _ours(
 
 
 def _warm_up(model: Any) -> None:
-    """Decodes a few tokens over a short prefix in every way: what only a first step takes is no time of either."""
+    """Decodes a few tokens over a prefix in every way: what only a first step takes is no time of either."""
     ids = torch.ones(len(AGENTS), 8, dtype=torch.long, device=model.device)
     mask = torch.ones_like(ids)
     for dispatch in DISPATCH_CHOICES:

@@ -35,8 +35,8 @@ class UnannouncedForwardError(RuntimeError):
             )
         else:
             text = (
-                f"the first layer stores {counted(stored[0], 'row')} x {counted(stored[1], 'column')} of a forward pass "
-                f"whose inputs have {announced[0]} x {announced[1]}: the model changes them on the "
+                f"the first layer stores {counted(stored[0], 'row')} x {counted(stored[1], 'column')} of a "
+                f"forward pass whose inputs have {announced[0]} x {announced[1]}: the model changes them on the "
                 "way, so which columns are pads or repeat the prefix cannot be told. Use "
                 "DynamicCache for this model."
             )

@@ -121,7 +121,7 @@ class LiveRows(RowPlaces):
         """
         if empty := [row for row, ids in feeds.items() if not len(ids)]:
             raise ValueError(
-                f"{counted(len(empty), 'row')} came without any token; leave such rows out."
+                f"{counted(len(empty), 'row')} brought no token; leave such rows out."
             )
         check_slots(self._cold_slots, self.num_slots_used, sum(map(len, feeds.values())))
         while True:

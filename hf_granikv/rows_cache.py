@@ -56,7 +56,8 @@ class RowsCache(GraphCache):
         if chosen.dtype == torch.bool:
             if num_rows and len(chosen) != num_rows:
                 raise ValueError(
-                    f"{counted(len(chosen), 'mark')} for the {counted(num_rows, 'row')} that the cache holds; mark every row."
+                    f"{counted(len(chosen), 'mark')} for the {counted(num_rows, 'row')} that the cache holds; "
+                    "mark every row."
                 )
             chosen = chosen.nonzero()[:, 0]
         self._state.select_rows(chosen.numpy())

@@ -278,8 +278,8 @@ class CacheState(BatchRows):
             raise UnannouncedForwardError((num_rows, q_len), announced)
         if self.num_rows and self.num_rows != num_rows:
             raise ValueError(
-                f"the forward has {counted(num_rows, 'row')}, the cache holds {self.num_rows}; use a new cache, "
-                "reset() this one, or repeat its rows with batch_repeat_interleave."
+                f"the forward has {counted(num_rows, 'row')}, the cache holds {self.num_rows}; use a new "
+                "cache, reset() this one, or repeat its rows with batch_repeat_interleave."
             )
         if not self.num_rows and self.prefixes.is_emptied:
             self.journal.warn_unshared(

@@ -7,6 +7,8 @@ from agents import CHATML, llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from hf_granikv import AsymmetricPagedCache, demo
+from hf_granikv.backends import BACKENDS
 from hf_granikv.demo import AGENTS, run_demo
 
 
@@ -48,3 +50,17 @@ def test_demo_answers_as_stock_generate_and_prints_its_table(folder, capsys):
         assert any(line.startswith(label) and line.endswith("x") for line in out.splitlines())
     for name, _, question in AGENTS:
         assert f"  {name}: {question}" in out
+
+
+def test_every_way_to_read_a_prefix_is_warm_before_anything_is_timed(monkeypatch):
+    caches = []
+
+    class Noted(AsymmetricPagedCache):
+        def __init__(self, config, **options):
+            super().__init__(config, **options)
+            caches.append(self)
+
+    monkeypatch.setattr(demo, "AsymmetricPagedCache", Noted)
+    demo._warm_up(llama())
+    ran = {name for cache in caches for name in cache.stats().backend_steps}
+    assert ran == set(BACKENDS)
