@@ -120,9 +120,7 @@ class LiveRows(RowPlaces):
                 has changed. Any other error of the model leaves rows without states as they were.
         """
         if empty := [row for row, ids in feeds.items() if not len(ids)]:
-            raise ValueError(
-                f"{counted(len(empty), 'row')} brought no token; leave such rows out."
-            )
+            raise ValueError(f"{counted(len(empty), 'row')} brought no token; leave such rows out.")
         check_slots(self._cold_slots, self.num_slots_used, sum(map(len, feeds.values())))
         while True:
             self._check_whole(feeds)
