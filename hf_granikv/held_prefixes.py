@@ -16,13 +16,13 @@ class HeldPrefixes:
 
     Attributes:
         bound: What the rows of the next batch start from; None for the only prefix there is.
-        is_emptied: Whether there were some, and the last was dropped.
+        has_dropped: Whether there were some that are gone.
     """
 
     def __init__(self, hot: HotPool) -> None:
         self.hot = hot
         self.bound: RowPrefixes | None = None
-        self.is_emptied = False
+        self.has_dropped = False
         self._holds: list[tuple[Prefix, finalize]] = []
 
     def __bool__(self) -> bool:
@@ -97,7 +97,6 @@ class HeldPrefixes:
         hold = finalize(self, self.hot.release, prefix)
         hold.atexit = False
         self._holds.append((prefix, hold))
-        self.is_emptied = False
 
     def let_go(self, prefix: Prefix) -> None:
         """Drops one hold, and the binding if it reads what is gone then.
@@ -109,7 +108,7 @@ class HeldPrefixes:
         if found is None:
             raise ValueError(f"this cache does not hold {prefix}; release a prefix it prefilled.")
         self._holds.remove(found)
-        self.is_emptied = not self
+        self.has_dropped = True
         found[1]()
         if self.bound is not None and not self.serve(self.bound):
             self.bound = None
@@ -118,7 +117,7 @@ class HeldPrefixes:
         """Drops every hold, and the binding."""
         for _, hold in self._holds:
             hold()
-        self.is_emptied = self.is_emptied or bool(self._holds)
+        self.has_dropped = self.has_dropped or bool(self._holds)
         self._holds, self.bound = [], None
 
     def serve(self, reads: RowPrefixes) -> bool:
@@ -130,4 +129,4 @@ class HeldPrefixes:
         for prefix, _ in other._holds:
             self.hot.acquire(prefix)
             self.take(prefix)
-        self.bound, self.is_emptied = other.bound, other.is_emptied
+        self.bound, self.has_dropped = other.bound, other.has_dropped

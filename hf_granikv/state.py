@@ -281,7 +281,7 @@ class CacheState(BatchRows):
                 f"the forward has {counted(num_rows, 'row')}, the cache holds {self.num_rows}; use a new "
                 "cache, reset() this one, or repeat its rows with batch_repeat_interleave."
             )
-        if not self.num_rows and self.prefixes.is_emptied:
+        if not self.num_rows and self.prefixes.has_dropped:
             self.journal.warn_unshared(
                 "nothing is shared: the prefix was dropped by cache.invalidate() or release(), and none has "
                 "been stored since; call cache.prefill. Until then rows go on from one call to the next, as "

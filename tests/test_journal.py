@@ -254,7 +254,7 @@ def test_another_tenants_prefix_is_not_spoken_of(model: PreTrainedModel) -> None
     assert "20" not in told
 
 
-CHILD, OTHER = tokens(20, seed=5), tokens(20, seed=4)
+CHILD, OTHER, TAG = tokens(20, seed=5), tokens(20, seed=4), tokens(8, seed=2)
 
 
 def with_children(model: PreTrainedModel) -> AsymmetricPagedCache:
@@ -262,7 +262,7 @@ def with_children(model: PreTrainedModel) -> AsymmetricPagedCache:
     root = cache.prefill(model, prefix_ids())
     child = cache.prefill(model, prefix_ids(CHILD), parent=root)
     cache.prefill(model, prefix_ids(OTHER), parent=child)
-    cache.prefill(model, prefix_ids(OTHER[:8]), parent=root)
+    cache.prefill(model, prefix_ids(TAG), parent=root)
     return cache
 
 
@@ -283,7 +283,7 @@ def test_a_child_whose_last_tokens_were_cut_otherwise_is_told_of(
     [
         [*CHILD[:17], *tokens(9, seed=3)],
         CHILD[:19],
-        [*OTHER[:7], OTHER[7] + 1, 7],
+        [*TAG[:7], TAG[7] + 1, 7],
         [*OTHER[:19], OTHER[19] + 1, 7],
     ],
     ids=["another text", "a row that ends", "a tag", "what another one extends"],
