@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_granikv.backends import BACKENDS
 from hf_granikv.backends.base import Attend, private_work
 from hf_granikv.backends.per_row import PerRowBackend
+from hf_granikv.config import check_out
 from hf_granikv.dispatch.calibration import LayerRun, calibrate, measured_link
 from hf_granikv.dispatch.calibration_file import Calibration, write_calibration
 from hf_granikv.dispatch.device_constants import calibration_path
@@ -71,10 +72,8 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
         OSError: If the file cannot be written.
         ValueError: If there is no folder for it, or it is one.
     """
-    if out is not None and Path(out).is_dir():
-        raise ValueError(f"--out {out} is a folder; name a file in it.")
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {Path(out).parent}; make it first.")
+    if out is not None:
+        check_out(out)
     start = time.perf_counter()
     link, has_ranks = None, int(os.environ.get("WORLD_SIZE", "1")) > 1
     if has_ranks:
@@ -95,10 +94,8 @@ def run_calibration(device: torch.device, budget_s: float, out: str | None) -> l
             link_bytes_per_s=link,
         )
         disturbed, lasted = disturbance.described(), time.perf_counter() - start
-        path, taken = (
-            calibration_path(device) if out is None else Path(out),
-            f"measured in {lasted:.0f} s",
-        )
+        taken = f"measured in {lasted:.0f} s"
+        path = calibration_path(device) if out is None else Path(out)
         report = _described(calibration)
         if disturbed:
             report.append(disturbed)

@@ -61,6 +61,21 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_granikv"
 
 
+def check_out(out: str) -> None:
+    """Refuses an `--out` that could not be written, before anything is measured.
+
+    Raises:
+        ValueError: Its folder is not there, or it is one.
+    """
+    file = Path(out).absolute()
+    if file.is_dir():
+        raise ValueError(f"--out {out} is a folder; name a file in it.")
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"--out {out}: the folder {file.parent} does not exist; make it, or give another file."
+        )
+
+
 def check_is_there(name: str) -> None:
     """Refuses the name of a model that can only be a path, where nothing is; hub ids pass.
 

@@ -34,13 +34,11 @@ class PrefixLookup:
         # by what comes before: prefixes by their salt and all but their last tokens
         self._heads: dict[bytes, dict[tuple[str | None, bytes], Prefix]] = {}
         for level in known.values():
-            ahead = b"" if level.parent is None else level.parent.digest
-            self._lengths[ahead].add(level.num_tokens)
+            self._lengths[_digest(level.parent)].add(level.num_tokens)
 
     def get(self, parent: Prefix | None, salt: str | None, token_ids: Ints) -> Prefix | None:
         """The prefix with these ids after its parent's, if there is one."""
-        ahead = b"" if parent is None else parent.digest
-        return self._by_digest.get(prefix_digest(ahead, salt, token_ids))
+        return self._by_digest.get(prefix_digest(_digest(parent), salt, token_ids))
 
     def longest(self, token_ids: Ints, salt: str | None) -> Prefix | None:
         """The longest chain under a salt that the ids start with; None if there is none.
@@ -53,8 +51,8 @@ class PrefixLookup:
             parent = found.pop()
             if parent is not None and (best is None or _rank(parent) > _rank(best)):
                 best = parent
-            ahead, start = (b"", 0) if parent is None else (parent.digest, parent.stop)
-            for num_tokens in self._lengths.get(ahead, ()):
+            start = 0 if parent is None else parent.stop
+            for num_tokens in self._lengths.get(_digest(parent), ()):
                 given = token_ids[start : start + num_tokens]
                 child = self.get(parent, salt, given) if len(given) == num_tokens else None
                 if child is not None:
@@ -96,7 +94,7 @@ class PrefixLookup:
 
     def _nearly(self, ids: Ints, salt: str | None, parent: Prefix | None) -> Prefix | None:
         """A prefix that ids begin with but for its last tokens, in whose place they have others."""
-        ahead = b"" if parent is None else parent.digest
+        ahead = _digest(parent)
         lengths = self._lengths.get(ahead)
         if not lengths:
             return None
@@ -133,6 +131,11 @@ class PrefixLookup:
     def leaves(self, rows: Iterable[Ints], salts: Iterable[str | None]) -> list[Prefix | None]:
         """The longest chain of each row under its salt."""
         return [self.longest(row, salt) for row, salt in zip(rows, salts, strict=True)]
+
+
+def _digest(parent: Prefix | None) -> bytes:
+    """What the digest of a prefix says of the one that it extends."""
+    return b"" if parent is None else parent.digest
 
 
 def _rank(leaf: Prefix) -> tuple[int, int]:

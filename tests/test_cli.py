@@ -190,7 +190,10 @@ def test_a_folder_that_is_not_there_is_named_before_anything_is_measured(
     monkeypatch.setattr(calibrating, "calibrate", lambda *_, **__: pytest.fail("measured"))
     out = quick / "nowhere" / "here.json"
     assert cli.main(["calibrate", "--device", "cpu", "--out", str(out)]) == 2
-    assert f"there is no folder {out.parent}; make it first" in capsys.readouterr().err
+    assert (
+        f"the folder {out.parent} does not exist; make it, or give another file"
+        in capsys.readouterr().err
+    )
     assert not out.parent.exists()
     assert cli.main(["calibrate", "--device", "cpu", "--out", str(quick)]) == 2
     assert f"--out {quick} is a folder" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_granikv.config import check_is_there
+from hf_granikv.config import check_is_there, check_out
 from hf_granikv.demo_model import obtain_model
 
 
@@ -51,13 +51,8 @@ def check_common(arguments: argparse.Namespace) -> None:
         ImportError: Plots are wanted, and matplotlib is not there.
         ValueError: A folder of a file to write is not there, or the file is one.
     """
-    if arguments.out and Path(arguments.out).is_dir():
-        raise ValueError(f"--out {arguments.out} is a folder; name a file in it.")
-    if arguments.out and not Path(arguments.out).absolute().parent.is_dir():
-        raise ValueError(
-            f"--out {arguments.out}: the folder {Path(arguments.out).absolute().parent} does not "
-            "exist; make it, or give another file."
-        )
+    if arguments.out:
+        check_out(arguments.out)
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             f"--plot {arguments.plot} needs matplotlib, which is not installed; run: "
